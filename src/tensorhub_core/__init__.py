@@ -1,0 +1,1 @@
+"""TensorHub: versioned weights by reference, moved peer to peer."""

@@ -1,0 +1,1 @@
+"""The worker's side: sync API, session thread, executor thread."""

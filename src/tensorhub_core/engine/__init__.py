@@ -1,0 +1,1 @@
+"""What all engine adapters share: the swap transaction and the follow loop."""

@@ -1,0 +1,1 @@
+"""Logging, counters and progress."""

@@ -1,0 +1,1 @@
+"""Choose which copies a reader reads from; pure."""

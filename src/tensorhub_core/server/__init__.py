@@ -1,0 +1,1 @@
+"""The reference server's acting half: sockets, timers, the embedded server."""

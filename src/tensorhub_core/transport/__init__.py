@@ -1,0 +1,1 @@
+"""The data plane: one interface, several implementations."""

@@ -1,0 +1,97 @@
+"""The data plane's one interface, small enough to fake (DESIGN.md section 6).
+
+A transport has two sides that live apart (law L9). The *serving* side holds registered memory that peers read; the
+*reading* side posts one-sided reads. `fence()` ends the reading side for good and starts a new one, so that no byte of
+an earlier read can land any more; `revoke()` ends the serving side before registered memory is freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+PeerId = NewType("PeerId", str)
+ReadId = NewType("ReadId", int)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A contiguous run of memory: few large ones are registered, segments lie inside them."""
+
+    address: int
+    length_bytes: int
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Runs to read in one transfer, as u64 arrays of equal length [runs]; both sides are on one device each."""
+
+    local: NDArray[np.uint64]
+    remote: NDArray[np.uint64]
+    length_bytes: NDArray[np.uint64]
+    local_device: str = "cpu"
+    remote_device: str = "cpu"
+
+
+class ReadState(Enum):
+    """Where a posted read stands."""
+
+    ACTIVE = "active"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Answer of `poll`: `error` says why when FAILED."""
+
+    state: ReadState
+    error: str = ""
+
+
+class Transport(Protocol):
+    """Move bytes from registered memory of a peer into registered memory of this process.
+
+    All calls come from one thread at a time: the executor's, or the worker's own before and after it runs.
+    """
+
+    name: str
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """Make the regions readable by peers and writable by reads; raises TransportError and registers nothing."""
+
+    def deregister(self) -> None:
+        """Forget all regions. Call `revoke()` or make sure that nobody reads first."""
+
+    def describe(self) -> bytes:
+        """Return what a peer needs for `attach`: the serving agent's metadata, after `register`."""
+
+    def attach(self, description: bytes) -> PeerId:
+        """Connect the reading side to a peer; raises TransportError within a bounded time."""
+
+    def detach(self, peer: PeerId) -> None:
+        """Drop a peer; unknown peers are ignored."""
+
+    def post(self, peer: PeerId, batch: Batch) -> ReadId:
+        """Start one read; may block for one chunk. Raises TransportError if the peer is known to be gone."""
+
+    def poll(self, read: ReadId) -> Progress:
+        """Say where a read stands. Never blocks."""
+
+    def close(self, read: ReadId) -> bool:
+        """Forget a read and return whether it is quiet: True only if no byte of it can land any more."""
+
+    def fence(self) -> None:
+        """Drop the reading side and make a new one: after it, no byte of an earlier read can land. Peers are lost."""
+
+    def revoke(self) -> None:
+        """Drop the serving side: peers' reads fail from now on. `register` again to serve again."""
+
+    def shutdown(self) -> None:
+        """End both sides; idempotent."""

@@ -1,0 +1,1 @@
+"""Frame and encode the protocol's messages; no sockets here."""
