@@ -1,0 +1,54 @@
+"""Hold every setting in frozen, documented records; `settings.py` fills them from file, environment and arguments.
+
+A field is one setting: its name is the key in the settings file, `TENSORHUB_` + its upper-case name the environment
+variable. Durations are in seconds (`_s`), sizes in bytes (`_bytes`). Field names are unique across both records.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+DEFAULT_BIND = "tcp://127.0.0.1:7077"
+
+
+def _setting(default: Any, doc: str, *, least: float | None = None, choices: tuple[str, ...] = ()) -> Any:
+    """Declare a setting with its documentation and the values it may have."""
+    return field(default=default, metadata={"doc": doc, "least": least, "choices": choices})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Settings of the reference server; what concerns leases holds for every client (the server's word wins)."""
+
+    bind: str = _setting(DEFAULT_BIND, "address to listen on; port 0 takes a free one")
+    retain: int = _setting(0, "newest whole versions that no client's call may lose; 0 = off", least=0)
+    lease_s: float = _setting(5.0, "seconds without a heartbeat after which a worker is dead", least=0.05)
+    heartbeat_s: float = _setting(1.0, "seconds between two heartbeats of a worker", least=0.01)
+    grace_s: float | None = _setting(
+        None, "seconds after a start in which the server only listens; None = one lease", least=0.0
+    )
+    idle_s: float = _setting(60.0, "seconds without a worker after which the embedded server ends", least=0.0)
+    runtime_dir: str | None = _setting(
+        None, "folder of the embedded server's files; None = XDG_RUNTIME_DIR, else one in the temporary folder"
+    )
+    log_level: str = _setting(
+        "info", "least severe message the server logs", choices=("debug", "info", "warning", "error")
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientConfig:
+    """Settings of a worker's session and its data plane."""
+
+    server: str | None = _setting(None, "address of the reference server; None = the embedded server of this user")
+    connect_timeout_s: float = _setting(10.0, "seconds that connecting to the server may take", least=0.01)
+    call_timeout_s: float = _setting(600.0, "what `timeout_s=None` of a worker's call means", least=0.01)
+    close_timeout_s: float = _setting(30.0, "seconds that `close()` waits for readers of the copy", least=0.0)
+    zone: str = _setting("", "datacentre of this process: sources in the same zone are preferred")
+    host: str = _setting("", "name of this machine; empty = the host name")
+    transport: str = _setting("auto", "data plane", choices=("auto", "nixl", "memory"))
+    interface: str | None = _setting(None, "network interface the data plane uses; None = the transport's choice")
+    segment_bytes: int = _setting(4 << 20, "size of a segment: the unit of transfer, check and resume", least=4096)
+    window: int = _setting(8, "reads in flight to one source", least=1)
+    stall_s: float = _setting(5.0, "seconds without a byte after which a source is left for another", least=0.05)
