@@ -1,0 +1,1 @@
+"""Publish a trainer's weights after every optimizer step."""

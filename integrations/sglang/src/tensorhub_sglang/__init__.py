@@ -1,0 +1,1 @@
+"""Prepare SGLang engines to take their weights from TensorHub."""

@@ -1,0 +1,1 @@
+"""Fill vLLM engines from peers and swap new versions in between requests."""
