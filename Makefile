@@ -1,0 +1,59 @@
+# The one list of commands. Each makes what it needs; the first run downloads packages, later ones take seconds to start.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+ENVS := $(PYTHON) -m tools.envs
+
+.PHONY: help setup envs env-vllm env-sglang env-megatron demo demo-quick test test-core test-vllm lint format bench docs clean clean-cache
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup:  ## Make the core environment, .venv
+	@$(ENVS) core
+
+env-vllm:  ## Make the vLLM environment, .envs/vllm
+	@$(ENVS) vllm
+
+env-sglang:  ## Make the SGLang environment, .envs/sglang
+	@$(ENVS) sglang
+
+env-megatron:  ## Make the Megatron environment, .envs/megatron
+	@$(ENVS) megatron
+
+envs: env-vllm env-sglang env-megatron  ## Make all engine environments
+
+demo: setup env-vllm  ## The whole idea on a real model: an RL loop and two vLLM engines that follow it (10 minutes)
+	@$(PYTHON) -m tools.smollm2
+	@.envs/vllm/bin/python demo/run.py
+
+demo-quick: setup env-vllm  ## The same on a tiny model (2 minutes)
+	@.envs/vllm/bin/python demo/run.py --quick
+
+test: setup env-vllm  ## Run every check that CI runs
+	@.venv/bin/python -m tools.check
+
+test-core: setup  ## Run the tests that need no engine
+	@.venv/bin/python -m tools.check unit processes readme
+
+test-vllm: setup env-vllm  ## Run the tests with a real vLLM
+	@.venv/bin/python -m tools.check vllm
+
+lint: setup  ## ruff, mypy, import-linter
+	@.venv/bin/python -m tools.check ruff format mypy imports
+
+format: setup  ## Let ruff rewrite what it can
+	@.venv/bin/ruff check --fix . ; .venv/bin/ruff format .
+
+bench: setup  ## Measure, with ratios to raw transports in the same run
+	@.venv/bin/python bench/run.py
+
+docs: setup  ## Write docs/protocol.md from the message structs
+	@.venv/bin/python -m tools.protocol_doc
+
+clean:  ## Remove this clone's environments and build outputs (shared packages stay)
+	@$(ENVS) clean
+	@rm -rf .work .ruff_cache .mypy_cache .pytest_cache .import_linter_cache dist build
+
+clean-cache:  ## Remove the engine packages that all clones share
+	@$(ENVS) clean-cache
