@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from tensorhub_core.errors import ConfigError
+
 DEFAULT_BIND = "tcp://127.0.0.1:7077"
 
 
@@ -35,6 +37,18 @@ class ServerConfig:
     log_level: str = _setting(
         "info", "least severe message the server logs", choices=("debug", "info", "warning", "error")
     )
+
+    def __post_init__(self) -> None:
+        if self.heartbeat_s * 2 > self.lease_s:
+            raise ConfigError(
+                f"heartbeat_s = {self.heartbeat_s:g} must be at most half of lease_s = {self.lease_s:g},"
+                " or one late heartbeat ends a worker"
+            )
+        if self.grace_s is not None and self.grace_s < self.lease_s:
+            raise ConfigError(
+                f"grace_s = {self.grace_s:g} must be at least lease_s = {self.lease_s:g}: a restarted server has to"
+                " hear from every worker before it decides"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

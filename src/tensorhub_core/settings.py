@@ -98,13 +98,11 @@ def load_settings(
             raise ConfigError(_unknown(name, origin, known))
         values[name] = _value(key, raw, origin)
         origins[name] = origin
-    settings = Settings(
+    return Settings(
         client=ClientConfig(**_part(values, known, ClientConfig)),
         server=ServerConfig(**_part(values, known, ServerConfig)),
         origins=MappingProxyType(origins),
     )
-    _check_together(settings.server)
-    return settings
 
 
 def _layers(
@@ -190,16 +188,3 @@ def _allowed(key: Key) -> str:
 
 def _part(values: Mapping[str, object], known: Mapping[str, Key], record: type) -> dict[str, Any]:
     return {name: value for name, value in values.items() if known[name].record is record}
-
-
-def _check_together(server: ServerConfig) -> None:
-    if server.heartbeat_s * 2 > server.lease_s:
-        raise ConfigError(
-            f"heartbeat_s = {server.heartbeat_s:g} must be at most half of lease_s = {server.lease_s:g},"
-            " or one late heartbeat ends a worker"
-        )
-    if server.grace_s is not None and 0 < server.grace_s < server.lease_s:
-        raise ConfigError(
-            f"grace_s = {server.grace_s:g} must be at least lease_s = {server.lease_s:g}: a restarted server has to"
-            " hear from every worker before it decides (0 is for servers that had no earlier life)"
-        )

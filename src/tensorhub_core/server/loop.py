@@ -1,0 +1,228 @@
+"""Run the server machine: one thread, one ROUTER socket, and no decision of its own.
+
+A message becomes an event, an effect becomes a message; time reaches the machine as `Tick` when it asked for one.
+Whatever a peer sends, the loop goes on: malformed input is dropped or answered, an exception of the machine is answered
+with a failure, logged and counted, and a receiver that does not read is reported to the machine as disconnected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+from tensorhub_core.clock import Clock
+from tensorhub_core.errors import ProtocolMismatch, TensorHubError
+from tensorhub_core.ids import SessionId
+from tensorhub_core.observe.log import get_logger
+from tensorhub_core.server.counters import Counters, RateLimitedLog
+from tensorhub_core.server.options import bind_router
+from tensorhub_core.server.outbox import Delivery, Outbox
+from tensorhub_core.state.events import Disconnected, Drop, Effect, Event, Log, Received, Send, Tick
+from tensorhub_core.state.machine import step
+from tensorhub_core.state.messages import PROTOCOL, Failure, Reply
+from tensorhub_core.state.records import MachineConfig, ServerState
+from tensorhub_core.wire.codec import MalformedMessage, decode_request, split
+
+Watch = Callable[[float, int], bool]
+"""Asked now and then with (now, workers in the state); True ends the loop."""
+
+BATCH = 256
+"""Messages taken between two looks at the clock."""
+WATCH_EVERY_S = 0.25
+FAILED_TICK_PAUSE_S = 0.1
+MOST_WAIT_S = 10.0
+_FRAMES_OF_A_MESSAGE = 2
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+class ServerLoop:
+    """The reference server in the calling thread: construct (binds), `run` until `stop`, `close`.
+
+    `stop` may be called from any thread and from signal handlers; everything else belongs to one thread at a time.
+    Raises AddressInUse or ConfigError naming the address if it cannot be bound.
+    """
+
+    def __init__(self, config: MachineConfig, bind: str, *, clock: Clock, logger: logging.Logger | None = None) -> None:
+        self.counters = Counters()
+        self.state = ServerState.new(config, clock.now())
+        self._clock = clock
+        self._logger = logger or get_logger("server")
+        self._limited = RateLimitedLog(self._logger)
+        self._tick_not_before = clock.now()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._bound = bind_router(self._context, bind)
+        except BaseException:
+            self._context.term()
+            raise
+        self._router = self._bound.socket
+        self._outbox = Outbox(self._router)
+        self._stopping = False
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+
+    @property
+    def address(self) -> str:
+        """Return the address that clients connect to, with the real port."""
+        return self._bound.address
+
+    def stop(self) -> None:
+        """Make `run` return soon; any thread, any number of times."""
+        self._stopping = True
+        with contextlib.suppress(OSError):
+            os.write(self._wake_write, b"x")
+
+    def run(self, watch: Watch | None = None) -> None:
+        """Serve until `stop` is called or `watch` says so."""
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        watch_at = self._clock.now()
+        while not self._stopping:
+            poller.poll(self._timeout_ms(None if watch is None else watch_at))
+            self._receive_batch()
+            now = self._clock.now()
+            self._tick_if_due(now)
+            if watch is not None and now >= watch_at:
+                watch_at = now + WATCH_EVERY_S
+                if watch(now, self.workers()):
+                    return
+
+    def workers(self) -> int:
+        """Return how many workers (observers not counted) the server knows."""
+        return sum(not worker.observer for worker in self.state.workers.values())
+
+    def close(self) -> None:
+        """Close the socket; what was not sent yet is lost. Idempotent, after `run` has returned."""
+        if self._wake_read < 0:
+            return
+        self._bound.close()
+        self._context.term()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        self._wake_read = -1
+
+    def _timeout_ms(self, watch_at: float | None) -> int:
+        now = self._clock.now()
+        tick_at = self.state.next_deadline(now)
+        wait = MOST_WAIT_S
+        if tick_at is not None:
+            wait = min(wait, max(tick_at, self._tick_not_before) - now)
+        if watch_at is not None:
+            wait = min(wait, watch_at - now)
+        return max(0, int(wait * 1000) + 1) if wait > 0 else 0
+
+    def _tick_if_due(self, now: float) -> None:
+        tick_at = self.state.next_deadline(now)
+        if tick_at is None or now < max(tick_at, self._tick_not_before):
+            return
+        errors = self.counters.errors
+        self._step(Tick())
+        if self.counters.errors > errors:
+            self._tick_not_before = now + FAILED_TICK_PAUSE_S
+        self._outbox.sweep(now)
+
+    # --- receiving ----------------------------------------------------------------------------------------------
+
+    def _receive_batch(self) -> None:
+        for _ in range(BATCH):
+            try:
+                session = SessionId(self._router.recv(zmq.NOBLOCK))
+                frames = self._rest_of_message()
+            except zmq.Again:
+                return
+            self.counters.received += 1
+            self._handle(session, frames)
+
+    def _rest_of_message(self) -> list[bytes]:
+        """Return the frames after the identity; those that no message has are read but not kept."""
+        frames: list[bytes] = []
+        while self._router.getsockopt(zmq.RCVMORE):
+            frame = self._router.recv(zmq.NOBLOCK, copy=False)
+            if len(frames) <= _FRAMES_OF_A_MESSAGE:
+                frames.append(frame.bytes)
+        return frames
+
+    def _handle(self, session: SessionId, frames: list[bytes]) -> None:
+        """Turn one message into a step; never raises for what a peer sent."""
+        request = 0
+        try:
+            header = split(frames)
+            if header.request == 0:
+                raise MalformedMessage("request number 0 belongs to pushes")
+            request = header.request
+            message = decode_request(header)
+        except ProtocolMismatch:
+            self.counters.mismatched += 1
+            text = f"the client speaks protocol {header.protocol}, this server speaks {PROTOCOL}: run the same release"
+            self._limited.log("mismatch", logging.WARNING, text, self._clock.now())
+            self._answer(session, request, Failure(ProtocolMismatch.code, text))
+        except MalformedMessage as error:
+            self.counters.malformed += 1
+            self._limited.log("malformed", logging.WARNING, f"dropped a message: {error}", self._clock.now())
+            if request:
+                self._answer(session, request, Failure(error.code, str(error)))
+        else:
+            self._step(Received(session, request, message))
+
+    # --- stepping and sending -----------------------------------------------------------------------------------
+
+    def _step(self, event: Event) -> None:
+        """Take one step and carry out its effects; sessions that cannot be reached become events of their own."""
+        lost: set[SessionId] = set()
+        events: deque[Event] = deque([event])
+        while events:
+            current = events.popleft()
+            try:
+                self.state, effects = step(self.state, current, self._clock.now())
+            except Exception as error:  # no message may end the server; the counter makes the fault visible
+                effects = self._step_failed(current, error)
+            for effect in effects:
+                session = self._carry_out(effect)
+                if session is not None and session not in lost:
+                    lost.add(session)
+                    events.append(Disconnected(session))
+
+    def _step_failed(self, event: Event, error: Exception) -> list[Effect]:
+        self.counters.errors += 1
+        what = type(event.message).__name__ if isinstance(event, Received) else type(event).__name__
+        text = f"internal error on {what}: {type(error).__name__}: {error}"
+        self._limited.log(f"error {what} {type(error).__name__}", logging.ERROR, text, self._clock.now(), trace=True)
+        if not isinstance(event, Received):
+            return []
+        return [Send(event.session, event.request, Failure(TensorHubError.code, f"the server had an {text}"))]
+
+    def _carry_out(self, effect: Effect) -> SessionId | None:
+        """Carry out one effect; return the session that it could not reach."""
+        if isinstance(effect, Send):
+            return None if self._answer(effect.session, effect.request, effect.message) else effect.session
+        if isinstance(effect, Drop):
+            self._outbox.forget(effect.session)
+        elif isinstance(effect, Log):
+            self._logger.log(_LEVELS.get(effect.level, logging.INFO), "%s", effect.text)
+        return None
+
+    def _answer(self, session: SessionId, request: int, message: Reply) -> bool:
+        """Send a message if its receiver is there and reads; tell whether it was sent."""
+        now = self._clock.now()
+        try:
+            delivery = self._outbox.send(session, request, message, now)
+        except MalformedMessage as error:
+            self.counters.errors += 1
+            self._limited.log("too large", logging.ERROR, str(error), now)
+            delivery = self._outbox.send(session, request, Failure(TensorHubError.code, str(error)), now)
+        if delivery is Delivery.SENT:
+            self.counters.sent += 1
+            return True
+        if delivery is Delivery.SLOW:
+            self.counters.slow += 1
+            self._limited.log("slow", logging.WARNING, "a client does not read its replies: taken for gone", now)
+        else:
+            self.counters.gone += 1
+        self._outbox.forget(session)
+        return False
