@@ -8,6 +8,7 @@ A failing phase does not keep the later ones from running; the exit code is 1 if
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -98,10 +99,8 @@ def _run(command: list[str], limit_s: float) -> str:
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
     """End what the command left running in its group."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
