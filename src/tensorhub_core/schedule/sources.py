@@ -1,0 +1,71 @@
+"""Rank the copies a reader could read from.
+
+A reader prefers a copy of its own layout (raw, no resharding) over a replica of another layout, a near one over a far
+one, and an idle one over a busy one. Unfinished copies count like whole ones, so that many readers of one version form
+a chain instead of a star: a chain of N readers ends in about the time of one (FACTS.md section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tensorhub_core.ids import CopyId, Digest, ReplicaName
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker runs; empty names are unknown and near nobody."""
+
+    zone: str = ""
+    host: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A copy that may be leased. `depth` counts the unfinished copies between it and a whole one (0 = whole)."""
+
+    copy: CopyId
+    replica: ReplicaName
+    layout: Digest
+    place: Place
+    load: int
+    depth: int = 0
+    draining: bool = False
+
+
+def distance(reader: Place, source: Place) -> int:
+    """Return 0 within a zone and 1 across zones."""
+    return 0 if reader.zone == source.zone else 1
+
+
+def rank(reader: Place, candidate: Candidate) -> tuple[bool, int, int, int, int, str]:
+    """Return the sort key of a candidate; smaller is better, the copy id breaks ties."""
+    near = 0 if reader.host and reader.host == candidate.place.host else 1
+    return (
+        candidate.draining,
+        distance(reader, candidate.place),
+        candidate.load,
+        near,
+        candidate.depth,
+        candidate.copy,
+    )
+
+
+def choose_raw(reader: Place, layout: Digest, candidates: Sequence[Candidate]) -> Candidate | None:
+    """Return the best candidate with the reader's own layout."""
+    return min((c for c in candidates if c.layout == layout), key=lambda c: rank(reader, c), default=None)
+
+
+def choose_replica(reader: Place, replicas: Sequence[Sequence[Candidate]]) -> Sequence[Candidate] | None:
+    """Return the best replica, all of whose shards are needed; each is a non-empty sequence of candidates."""
+
+    def cost(shards: Sequence[Candidate]) -> tuple[bool, int, int, str]:
+        return (
+            any(c.draining for c in shards),
+            max(distance(reader, c.place) for c in shards),
+            sum(c.load for c in shards),
+            shards[0].replica,
+        )
+
+    return min(replicas, key=cost, default=None)

@@ -1,0 +1,75 @@
+"""One step of the machine: the state, the time, and the effects collected so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tensorhub_core.errors import TensorHubError
+from tensorhub_core.ids import ModelName, WorkerId
+from tensorhub_core.state.events import Drop, Effect, Log, Send
+from tensorhub_core.state.messages import Failure, Reply
+from tensorhub_core.state.records import Copy, Group, ModelState, ServerState, Worker
+
+
+@dataclass(slots=True)
+class Step:
+    """Carry a step's inputs and outputs through the machine's functions.
+
+    `touched` names the models whose waiting rounds and waiters have to be looked at again when the step ends.
+    """
+
+    state: ServerState
+    now: float
+    effects: list[Effect] = field(default_factory=list)
+    touched: set[ModelName] = field(default_factory=set)
+
+    def reply(self, worker: Worker, request: int, message: Reply) -> None:
+        """Answer a request of a worker."""
+        self.effects.append(Send(worker.session, request, message))
+
+    def fail(self, worker: Worker, request: int, error: TensorHubError) -> None:
+        """Refuse a request of a worker."""
+        self.reply(worker, request, failure(error))
+
+    def push(self, worker: Worker, message: Reply) -> None:
+        """Tell a worker something it did not ask for."""
+        self.effects.append(Send(worker.session, 0, message))
+
+    def log(self, level: str, text: str) -> None:
+        """Log a line."""
+        self.effects.append(Log(level, text))
+
+    def drop(self, worker: Worker) -> None:
+        """Forget a worker's session."""
+        self.effects.append(Drop(worker.session))
+
+    def new_id(self, kind: str) -> str:
+        """Return an id that was never used, in this server life or an earlier one (law L8)."""
+        self.state.counter += 1
+        return f"{kind}{self.state.config.server_epoch}.{self.state.counter}"
+
+    def model(self, worker: Worker) -> ModelState:
+        """Return the worker's model."""
+        return self.state.models[worker.model]
+
+    def group(self, worker: Worker) -> Group:
+        """Return the worker's group; observers have none."""
+        return self.model(worker).groups[worker.replica]
+
+    def members(self, group: Group) -> list[Worker]:
+        """Return the group's workers in shard order."""
+        return [self.state.workers[group.members[shard]] for shard in sorted(group.members)]
+
+    def holder(self, copy: Copy) -> Worker:
+        """Return the worker in whose memory the copy lies."""
+        return self.state.workers[copy.worker]
+
+    def worker_at(self, group: Group, shard: int) -> Worker | None:
+        """Return the worker of a shard, if it is there."""
+        worker: WorkerId | None = group.members.get(shard)
+        return None if worker is None else self.state.workers[worker]
+
+
+def failure(error: TensorHubError) -> Failure:
+    """Put an error on the wire."""
+    return Failure(error.code, str(error), getattr(error, "differences", ()))

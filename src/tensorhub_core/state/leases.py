@@ -1,0 +1,125 @@
+"""Leases and copies: who may read what, and when a copy may be withdrawn (laws L3, L4)."""
+
+from __future__ import annotations
+
+from tensorhub_core.ids import CopyId, LeaseId, VersionKey
+from tensorhub_core.state.context import Step
+from tensorhub_core.state.messages import LeaseLost, Ok, Source, SourceProgress
+from tensorhub_core.state.records import Copy, CopyState, Group, Lease, ModelState, Worker
+
+
+def grant(s: Step, group: Group, shard: int, round_number: int, copy: Copy) -> Lease:
+    """Lease a copy to the worker of a shard."""
+    reader = s.state.workers[group.members[shard]]
+    lease = Lease(LeaseId(s.new_id("l")), reader.id, copy.id, round_number)
+    s.state.leases[lease.id] = lease
+    reader.leases.add(lease.id)
+    copy.leases.add(lease.id)
+    return lease
+
+
+def source_of(s: Step, lease_id: LeaseId) -> Source:
+    """Describe a lease's copy to its reader."""
+    lease = s.state.leases[lease_id]
+    copy = s.state.copies[lease.copy]
+    holder = s.holder(copy)
+    group = s.group(holder)
+    return Source(
+        lease=lease.id,
+        worker=holder.id,
+        replica=holder.replica,
+        shard=holder.shard,
+        num_shards=group.num_shards,
+        layout=copy.memory.layout,
+        placement=copy.memory.placement,
+        sums=copy.sums,
+        whole=copy.state is not CopyState.FILLING,
+        prefix=copy.prefix,
+    )
+
+
+def end_lease(s: Step, lease_id: LeaseId) -> Lease | None:
+    """End a lease; ended ones are ignored."""
+    lease = s.state.leases.pop(lease_id, None)
+    if lease is None:
+        return None
+    if (reader := s.state.workers.get(lease.reader)) is not None:
+        reader.leases.discard(lease_id)
+    if (copy := s.state.copies.get(lease.copy)) is not None:
+        copy.leases.discard(lease_id)
+    return lease
+
+
+def revoke_lease(s: Step, lease_id: LeaseId, reason: str) -> None:
+    """End a lease against its reader's will and tell it; until it has other sources it is an orphan (law L3)."""
+    lease = end_lease(s, lease_id)
+    reader = None if lease is None else s.state.workers.get(lease.reader)
+    if lease is None or reader is None:
+        return
+    s.touched.add(reader.model)
+    open_round = s.group(reader).rounds.get(lease.round)
+    if open_round is None or open_round.verdict is not None:
+        return
+    joined = open_round.joined.get(reader.shard)
+    if joined is not None and joined.done_request is None:
+        joined.orphaned_since_s = s.now
+        s.push(reader, LeaseLost(lease.round, lease_id, reason))
+
+
+def drop_copy(s: Step, copy: Copy, reason: str) -> None:
+    """Forget a copy: nobody may read it any more, whoever does is told."""
+    holder = s.holder(copy)
+    s.touched.add(holder.model)
+    s.state.copies.pop(copy.id, None)
+    s.state.draining.discard(copy.id)
+    if holder.copy is copy:
+        holder.copy = None
+    for lease_id in sorted(copy.leases):
+        revoke_lease(s, lease_id, reason)
+    copy.leases.clear()
+
+
+def add_copy(s: Step, worker: Worker, copy: Copy) -> None:
+    """Make a copy the worker's own."""
+    worker.copy = copy
+    s.state.copies[copy.id] = copy
+    s.touched.add(worker.model)
+
+
+def tell_followers(s: Step, copy: Copy) -> None:
+    """Tell the readers of a copy how far they may read."""
+    whole = copy.state is not CopyState.FILLING
+    for lease_id in sorted(copy.leases):
+        lease = s.state.leases[lease_id]
+        s.push(s.state.workers[lease.reader], SourceProgress(lease_id, copy.prefix, whole))
+
+
+def new_copy_id(s: Step) -> CopyId:
+    """Return a fresh copy id."""
+    return CopyId(s.new_id("c"))
+
+
+def has_orphans(s: Step, model: ModelState, key: VersionKey) -> bool:
+    """Tell whether a promised reader of the version has lost its source and has no other yet."""
+    for group in model.groups.values():
+        current = group.open_round()
+        if current is None or current.key != key:
+            continue
+        if any(j.orphaned_since_s is not None and j.done_request is None for j in current.joined.values()):
+            return True
+    return False
+
+
+def settle_drains(s: Step) -> None:
+    """Withdraw the draining copies that nobody can see any more and answer their `Unpublish`."""
+    if s.state.in_grace(s.now):
+        return
+    for copy_id in sorted(s.state.draining):
+        copy = s.state.copies[copy_id]
+        holder = s.holder(copy)
+        if copy.leases or has_orphans(s, s.model(holder), copy.key):
+            continue
+        request, holder.unpublish_request = holder.unpublish_request, None
+        drop_copy(s, copy, "unpublished")
+        if request is not None:
+            s.reply(holder, request, Ok())

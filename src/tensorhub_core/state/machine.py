@@ -1,0 +1,162 @@
+"""The reference server's machine: `step(state, event, now) -> (state, effects)`.
+
+Decides everything and does nothing: time, identities and messages are arguments, effects are returned. The state is
+changed in place and returned; whoever wants to keep the old one (the walker) copies it first.
+"""
+
+from __future__ import annotations
+
+from tensorhub_core.errors import DeadlineExceeded, StateError
+from tensorhub_core.ids import SessionId
+from tensorhub_core.state import blobs, membership, reads, rounds, status, versions
+from tensorhub_core.state.context import Step, failure
+from tensorhub_core.state.events import Disconnected, Effect, Event, Received, Send, Tick
+from tensorhub_core.state.leases import settle_drains
+from tensorhub_core.state.messages import (
+    Announce,
+    Cancel,
+    DescribeVersion,
+    Done,
+    Filling,
+    GetBlob,
+    GetStatus,
+    Heartbeat,
+    Hello,
+    JoinRound,
+    Leave,
+    LeaveRound,
+    ListVersions,
+    Ok,
+    Publish,
+    PutBlob,
+    Register,
+    Relocate,
+    Request,
+    UnknownSession,
+    Unpublish,
+    Wait,
+)
+from tensorhub_core.state.records import MachineConfig, ServerState, Worker
+
+__all__ = ["MachineConfig", "ServerState", "step"]
+
+
+def step(state: ServerState, event: Event, now: float) -> tuple[ServerState, list[Effect]]:
+    """Take one event at monotonic time `now` (seconds) and return the new state and what is to be done."""
+    s = Step(state, now)
+    forgive_own_silence(s)
+    was_listening = state.in_grace(state.now_s)
+    state.now_s = now
+    if was_listening and not state.in_grace(now):
+        s.touched.update(state.models)
+    if isinstance(event, Received):
+        receive(s, event.session, event.request, event.message)
+    elif isinstance(event, Tick):
+        tick(s)
+    elif isinstance(event, Disconnected):
+        pass
+    settle(s)
+    return state, s.effects
+
+
+def forgive_own_silence(s: Step) -> None:
+    """Not count a pause of the server itself as the workers' silence."""
+    gap_s = s.now - s.state.now_s
+    if gap_s > 2 * s.state.config.heartbeat_s:
+        for worker in s.state.workers.values():
+            worker.last_seen_s += gap_s
+
+
+def receive(s: Step, session: SessionId, request: int, message: Request) -> None:
+    """Carry out a request."""
+    if isinstance(message, Hello):
+        return membership.hello(s, session, request, message)
+    known = s.state.sessions.get(session)
+    if known is None:
+        s.effects.append(Send(session, 0, UnknownSession(s.state.config.server_epoch)))
+        return
+    worker = s.state.workers[known]
+    membership.heard_from(s, worker)
+    if worker.observer and isinstance(
+        message, (Register, Publish, Unpublish, JoinRound, Filling, Announce, Relocate, Done, LeaveRound)
+    ):
+        return s.fail(worker, request, StateError("an observer holds no shard"))
+    dispatch(s, worker, request, message)
+
+
+def dispatch(s: Step, worker: Worker, request: int, message: Request) -> None:
+    """Hand a worker's request to the part that decides it."""
+    match message:
+        case Heartbeat():
+            s.reply(worker, request, Ok())
+        case Leave():
+            membership.leave(s, worker, request)
+        case PutBlob():
+            blobs.put(s, worker, request, message)
+        case GetBlob():
+            blobs.get(s, worker, request, message)
+        case Register():
+            membership.register(s, worker, request, message)
+        case Publish():
+            versions.publish(s, worker, request, message)
+        case Unpublish():
+            versions.unpublish(s, worker, request, message)
+        case JoinRound():
+            rounds.join(s, worker, request, message)
+        case Filling():
+            reads.filling(s, worker, request, message)
+        case Announce():
+            reads.announce(s, worker, request, message)
+        case Relocate():
+            reads.relocate(s, worker, request, message)
+        case Done():
+            reads.done(s, worker, request, message)
+        case LeaveRound():
+            reads.leave_round(s, worker, request, message)
+        case Wait():
+            versions.wait(s, worker, request, message)
+        case Cancel():
+            cancel(s, worker, request, message)
+        case DescribeVersion():
+            status.describe_version(s, worker, request, message)
+        case ListVersions():
+            status.list_versions(s, worker, request, message)
+        case GetStatus():
+            status.get_status(s, worker, request, message)
+        case Hello():
+            raise AssertionError("a hello is handled before")
+
+
+def cancel(s: Step, worker: Worker, request: int, m: Cancel) -> None:
+    """Withdraw a deferred wait."""
+    model = s.model(worker)
+    for waiting in model.waiting:
+        if waiting.worker == worker.id and waiting.request == m.request:
+            model.waiting.remove(waiting)
+            s.reply(worker, m.request, failure(DeadlineExceeded("the wait was cancelled")))
+            break
+    s.reply(worker, request, Ok())
+
+
+def tick(s: Step) -> None:
+    """Do what only time brings about."""
+    membership.check_silence(s)
+    for model in s.state.models.values():
+        rounds.check_rounds(s, model)
+    if s.now - s.state.swept_s >= blobs.KEEP_UNREFERENCED_S:
+        blobs.sweep(s)
+
+
+def settle(s: Step) -> None:
+    """Answer what waits for conditions, until nothing moves any more.
+
+    Rounds come before drains: a reader that has lost its source may need a draining copy (law L3).
+    """
+    while s.touched:
+        model = s.state.models.get(s.touched.pop())
+        if model is None:
+            continue
+        rounds.settle_rounds(s, model)
+        versions.settle_waits(s, model)
+        if not s.touched and s.state.draining:
+            settle_drains(s)

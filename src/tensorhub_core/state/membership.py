@@ -1,0 +1,264 @@
+"""Who is here: hello, heartbeat, leave, suspicion and death (laws L4, L5, L7, L8)."""
+
+from __future__ import annotations
+
+from tensorhub_core.errors import ConfigError, ProtocolMismatch, StateError, TensorHubError
+from tensorhub_core.ids import Digest, ModelName, ReplicaName, SessionId, VersionKey, WorkerId
+from tensorhub_core.state.context import Step, failure
+from tensorhub_core.state.events import Send
+from tensorhub_core.state.leases import drop_copy, end_lease, revoke_lease
+from tensorhub_core.state.messages import PROTOCOL, Hello, Ok, Register, Superseded, Welcome
+from tensorhub_core.state.records import CopyState, Group, ModelState, Registration, Worker
+from tensorhub_core.state.rounds import abort
+from tensorhub_core.state.versions import bind_manifest, current_epoch, put_copy, show
+
+_RETIRED_TOKENS = 64
+
+
+def hello(s: Step, session: SessionId, request: int, m: Hello) -> None:
+    """Open a session, or take up an old one; answers `Welcome`, `Failure` or `Superseded`."""
+    try:
+        check_hello(s, m)
+    except TensorHubError as error:
+        s.effects.append(Send(session, request, failure(error)))
+        return
+    model = s.state.models.setdefault(ModelName(m.model), ModelState(ModelName(m.model)))
+    hear_high(s, model, m)
+    if m.observer:
+        worker = admit(s, session, m)
+        return welcome(s, worker, request, None)
+    group = model.groups.get(ReplicaName(m.replica))
+    if group is not None and m.token in group.retired:
+        text = f"another process has taken the place of {m.replica}/{m.shard} of model {m.model!r}"
+        s.effects.append(Send(session, request, Superseded(text)))
+        return
+    if group is not None and group.num_shards != m.num_shards:
+        for old in s.members(group):
+            supersede(s, old, f"replica {m.replica!r} started again with {m.num_shards} shards")
+        group = model.groups.get(ReplicaName(m.replica))
+    if group is None:
+        group = Group(model.name, ReplicaName(m.replica), 0, m.num_shards, m.zone, m.host, m.spot)
+        model.groups[group.replica] = group
+    worker_or_none = s.worker_at(group, m.shard)
+    if worker_or_none is not None and worker_or_none.token == m.token:
+        worker = resume(s, worker_or_none, session)
+    else:
+        if worker_or_none is not None:
+            supersede(s, worker_or_none, f"another process has taken the place of {m.replica}/{m.shard}")
+            group = model.groups.setdefault(group.replica, group)
+        worker = admit(s, session, m)
+        group.members[m.shard] = worker.id
+        group.zone, group.host, group.spot = m.zone, m.host, m.spot
+        group.generation += 1
+    welcome(s, worker, request, group)
+    take_back(s, worker, m)
+
+
+def check_hello(s: Step, m: Hello) -> None:
+    """Refuse a hello that cannot be admitted; raises ProtocolMismatch, ConfigError or StateError."""
+    config = s.state.config
+    if m.protocol != PROTOCOL:
+        raise ProtocolMismatch(f"the client speaks protocol {m.protocol}, this server {PROTOCOL}: run the same release")
+    for what, text in (("model", m.model), ("replica", m.replica), ("token", m.token)):
+        if not text or len(text.encode("utf-8", "surrogatepass")) > config.max_name_bytes:
+            raise ConfigError(f"{what} must be a name of 1 to {config.max_name_bytes} bytes")
+    if not 1 <= m.num_shards <= config.max_shards or not 0 <= m.shard < m.num_shards:
+        raise ConfigError(f"shard {m.shard} of {m.num_shards} is not possible (at most {config.max_shards} shards)")
+    if len(s.state.workers) >= config.max_workers:
+        raise StateError(f"the server has its limit of {config.max_workers} connections")
+    if m.model not in s.state.models and len(s.state.models) >= config.max_models:
+        raise StateError(f"the server has its limit of {config.max_models} models")
+
+
+def hear_high(s: Step, model: ModelState, m: Hello) -> None:
+    """Learn the highest version a client ever heard of, and that there was a server life before this one."""
+    keys: list[VersionKey] = []
+    if m.high is not None:
+        keys.append((m.high[0], m.high[1]))
+    if m.held is not None:
+        keys.append((m.held.epoch, m.held.number))
+    for key in keys:
+        known = max((k for k in (model.high, model.heard) if k is not None), default=None)
+        if known is None or key > known:
+            model.heard = key
+            s.state.listening = s.state.listening or s.now < s.state.started_s + s.state.config.grace_s
+        if key[0] >= model.epoch:
+            model.epoch = key[0]
+            if m.held is not None and m.stream is not None and m.stream not in model.streams:
+                model.stream = m.stream
+                model.streams.append(m.stream)
+        s.touched.add(model.name)
+
+
+def admit(s: Step, session: SessionId, m: Hello) -> Worker:
+    """Make a new worker for a session."""
+    forget_session(s, session)
+    worker = Worker(
+        WorkerId(s.new_id("w")),
+        session,
+        m.token,
+        ModelName(m.model),
+        ReplicaName(m.replica),
+        m.shard,
+        m.observer,
+        m.stream,
+        s.now,
+    )
+    s.state.workers[worker.id] = worker
+    s.state.sessions[session] = worker.id
+    return worker
+
+
+def resume(s: Step, worker: Worker, session: SessionId) -> Worker:
+    """Let a worker go on under another session; what it asked under the old one it asks again."""
+    if session != worker.session:
+        forget_session(s, session)
+        s.state.sessions.pop(worker.session, None)
+        worker.session = session
+        s.state.sessions[session] = worker.id
+    worker.last_seen_s, worker.suspected = s.now, False
+    return worker
+
+
+def forget_session(s: Step, session: SessionId) -> None:
+    """End whatever worker used this session before."""
+    old = s.state.sessions.get(session)
+    if old is not None:
+        remove(s, s.state.workers[old], "its session says hello as someone else")
+
+
+def welcome(s: Step, worker: Worker, request: int, group: Group | None) -> None:
+    """Answer a hello."""
+    config, model = s.state.config, s.model(worker)
+    s.touched.add(worker.model)
+    s.reply(
+        worker,
+        request,
+        Welcome(
+            worker.id,
+            config.server_epoch,
+            0 if group is None else group.generation,
+            0 if group is None else first_round(group, worker),
+            current_epoch(model),
+            config.lease_s,
+            config.heartbeat_s,
+        ),
+    )
+
+
+def first_round(group: Group, worker: Worker) -> int:
+    """Return the first round a newcomer may join: the open one nobody of its shard joined, else the next."""
+    current = group.open_round()
+    if current is not None and worker.shard not in current.joined:
+        return current.number
+    return group.next_round
+
+
+def take_back(s: Step, worker: Worker, m: Hello) -> None:
+    """Publish again what a worker held before the server restarted or forgot it (laws L7, L10)."""
+    held = m.held
+    if held is None or worker.copy is not None:
+        return
+    memory = Registration(
+        Digest(held.layout), Digest(held.placement), held.total_bytes, held.num_segments, held.portable
+    )
+    key = (held.epoch, held.number)
+    record = s.model(worker).versions.get(key)
+    bound = None if record is None else record.manifests.get(memory.layout)
+    if bound is not None and bound != held.sums:
+        s.log("warning", f"{worker.replica}/{worker.shard} holds other bytes of version {show(key)}: not offered")
+        return
+    worker.memory = memory
+    bind_manifest(s, worker, key, memory.layout, Digest(held.sums), memory.total_bytes)
+    put_copy(s, worker, key, memory, Digest(held.sums))
+
+
+def register(s: Step, worker: Worker, request: int, m: Register) -> None:
+    """Note a worker's registered memory; refused while a copy depends on the old one."""
+    layout, placement = Digest(m.layout), Digest(m.placement)
+    if layout not in s.state.blobs or placement not in s.state.blobs:
+        return s.fail(worker, request, StateError("the layout and placement blobs were not uploaded before register"))
+    if m.total_bytes < 0 or m.num_segments < 0:
+        return s.fail(worker, request, StateError("sizes cannot be negative"))
+    memory = Registration(layout, placement, m.total_bytes, m.num_segments, m.portable)
+    if worker.copy is not None and worker.memory != memory and worker.copy.state is not CopyState.HELD:
+        text = f"version {show(worker.copy.key)} is {worker.copy.state.value}: unpublish() before registering again"
+        return s.fail(worker, request, StateError(text))
+    worker.memory = memory
+    s.touched.add(worker.model)
+    s.reply(worker, request, Ok())
+
+
+def supersede(s: Step, worker: Worker, reason: str) -> None:
+    """End a worker for good: its place is taken."""
+    s.push(worker, Superseded(reason))
+    group = s.group(worker)
+    remove(s, worker, reason)
+    group.retired.append(worker.token)
+    del group.retired[:-_RETIRED_TOKENS]
+
+
+def remove(s: Step, worker: Worker, reason: str) -> None:
+    """Forget a worker: its copies and leases end, its round is aborted for all shards of the group."""
+    model = s.model(worker)
+    s.touched.add(worker.model)
+    if not worker.observer:
+        group = model.groups[worker.replica]
+        current = group.open_round()
+        if current is not None:
+            error = StateError(f"shard {worker.shard} of replica {group.replica!r} is gone ({reason})")
+            abort(s, group, current, error, told=worker.shard)
+        if worker.copy is not None:
+            drop_copy(s, worker.copy, f"{worker.replica}/{worker.shard} is gone ({reason})")
+        group.members.pop(worker.shard, None)
+        if not group.members:
+            del model.groups[group.replica]
+    for lease_id in sorted(worker.leases):
+        end_lease(s, lease_id)
+    model.waiting = [w for w in model.waiting if w.worker != worker.id]
+    del s.state.workers[worker.id]
+    if s.state.sessions.get(worker.session) == worker.id:
+        del s.state.sessions[worker.session]
+    s.drop(worker)
+    if not worker.observer:
+        s.log("info", f"{worker.model}/{worker.replica}/{worker.shard} ({worker.id}) has left: {reason}")
+
+
+def leave(s: Step, worker: Worker, request: int) -> None:
+    """Let a worker go."""
+    s.reply(worker, request, Ok())
+    remove(s, worker, "it left")
+
+
+def suspect(s: Step, worker: Worker) -> None:
+    """Take a silent worker's leases and send no new reader to it; nothing is aborted (law L4)."""
+    worker.suspected = True
+    s.touched.add(worker.model)
+    if not worker.observer:
+        s.log("warning", f"{worker.model}/{worker.replica}/{worker.shard} ({worker.id}) is silent: suspected")
+    for lease_id in sorted(worker.leases):
+        end_lease(s, lease_id)
+    copy = worker.copy
+    if copy is not None and copy.state is CopyState.FILLING:
+        copy.prefix = 0
+        for lease_id in sorted(copy.leases):
+            revoke_lease(s, lease_id, f"{worker.replica}/{worker.shard} is silent while it fills")
+
+
+def check_silence(s: Step) -> None:
+    """Suspect and bury workers that have been silent for too long."""
+    config = s.state.config
+    for worker in list(s.state.workers.values()):
+        silent_s = s.now - worker.last_seen_s
+        if silent_s >= config.dead_after_s:
+            remove(s, worker, f"silent for {silent_s:.1f} s")
+        elif silent_s >= config.lease_s and not worker.suspected:
+            suspect(s, worker)
+
+
+def heard_from(s: Step, worker: Worker) -> None:
+    """Note that a worker lives."""
+    worker.last_seen_s = s.now
+    if worker.suspected:
+        worker.suspected = False
+        s.touched.add(worker.model)

@@ -1,0 +1,221 @@
+"""Reads within a promised round: filling, prefixes, other sources, done, commit (laws L4, L12, L13)."""
+
+from __future__ import annotations
+
+from tensorhub_core.errors import CorruptTransfer, StateError, TensorHubError, error_from_wire
+from tensorhub_core.ids import CopyId, Digest, LeaseId
+from tensorhub_core.state.context import Step
+from tensorhub_core.state.leases import (
+    add_copy,
+    drop_copy,
+    end_lease,
+    new_copy_id,
+    revoke_lease,
+    source_of,
+    tell_followers,
+)
+from tensorhub_core.state.messages import (
+    Announce,
+    Committed,
+    Discard,
+    Done,
+    Failure,
+    Filling,
+    LeaveRound,
+    Ok,
+    Promise,
+    Relocate,
+)
+from tensorhub_core.state.records import Copy, CopyState, Group, Round, Worker
+from tensorhub_core.state.rounds import abort, drop_leases, leases_stand, no_source_left
+from tensorhub_core.state.sourcing import lease_shard
+from tensorhub_core.state.versions import bind_manifest, note_whole, show
+
+
+def filling(s: Step, worker: Worker, request: int, m: Filling) -> None:
+    """Note that a shard begins to overwrite its memory; from now on its verified prefix may be offered."""
+    current = active_round(s, worker, request, m.round)
+    if current is None:
+        return
+    old = worker.copy
+    if old is not None and old.state is not CopyState.HELD:
+        text = f"version {show(old.key)} is {old.state.value}: unpublish() it before it is overwritten"
+        return s.fail(worker, request, StateError(text))
+    if old is not None:
+        drop_copy(s, old, "overwritten")
+    memory, key = worker.memory, current.key
+    assert memory is not None
+    assert key is not None
+    sums = raw_sums(s, current, worker)
+    offered = current.joined[worker.shard].offer
+    state = CopyState.FILLING
+    worker.dirty = True
+    add_copy(s, worker, Copy(new_copy_id(s), worker.id, key, memory, state, sums, 0, offered, 0, s.now))
+    s.reply(worker, request, Ok())
+
+
+def raw_sums(s: Step, current: Round, worker: Worker) -> Digest:
+    """Return the sums of a shard's source if it has the shard's own layout, else nothing."""
+    leases = current.leases.get(worker.shard, [])
+    copies = [s.state.copies[s.state.leases[i].copy] for i in leases if i in s.state.leases]
+    if len(copies) == 1 and worker.memory is not None and copies[0].memory.layout == worker.memory.layout:
+        return copies[0].sums
+    return Digest(b"")
+
+
+def announce(s: Step, worker: Worker, request: int, m: Announce) -> None:
+    """Take note of a verified prefix; it counts only while the leases it was read under stand (law L12)."""
+    current = active_round(s, worker, request, m.round)
+    copy = worker.copy
+    if current is None:
+        return
+    s.reply(worker, request, Ok())
+    if copy is None or copy.state is not CopyState.FILLING or not leases_stand(s, current, worker.shard):
+        return
+    copy.done_bytes = max(0, min(m.done_bytes, copy.memory.total_bytes))
+    prefix = min(m.prefix, copy.memory.num_segments)
+    if copy.sums and prefix > copy.prefix:
+        copy.prefix = prefix
+        tell_followers(s, copy)
+
+
+def relocate(s: Step, worker: Worker, request: int, m: Relocate) -> None:
+    """Give a shard other sources of the promised version, or break the promise for all shards."""
+    current = active_round(s, worker, request, m.round)
+    if current is None:
+        return
+    group = s.group(worker)
+    avoid = current.avoid.setdefault(worker.shard, {})
+    for trouble in m.failures:
+        lease = s.state.leases.get(LeaseId(trouble.lease))
+        if lease is None or lease.reader != worker.id:
+            continue
+        avoid[lease.copy] = trouble.kind
+        s.log("warning", blame(s, group, worker, lease.copy, trouble.kind))
+    for lease_id in current.leases.pop(worker.shard, []):
+        end_lease(s, lease_id)
+    current.joined[worker.shard].orphaned_since_s = None
+    if lease_shard(s, group, worker.shard, current, promised=True):
+        refresh_sums(s, current, worker)
+        assert current.key is not None
+        sources = tuple(source_of(s, lease) for lease in current.leases[worker.shard])
+        return s.reply(worker, request, Promise(current.number, *current.key, sources))
+    error = no_source_left(s, group, worker, current)
+    s.fail(worker, request, error)
+    abort(s, group, current, error, told=worker.shard)
+
+
+def refresh_sums(s: Step, current: Round, worker: Worker) -> None:
+    """Let a filling copy be verified against its new source; a copy that reads another layout offers no prefix."""
+    copy = worker.copy
+    if copy is None or copy.state is not CopyState.FILLING:
+        return
+    sums = raw_sums(s, current, worker)
+    if sums != copy.sums:
+        copy.sums, copy.prefix = sums, 0
+        for lease_id in sorted(copy.leases):
+            revoke_lease(s, lease_id, "the source itself reads another layout now")
+
+
+def blame(s: Step, group: Group, worker: Worker, copy_id: CopyId, kind: str) -> str:
+    """Say which source failed which reader."""
+    copy = s.state.copies.get(copy_id)
+    source = "a source that is gone" if copy is None else s.holder(copy).replica
+    return f"{group.replica}/{worker.shard} leaves {source}: {kind}"
+
+
+def done(s: Step, worker: Worker, request: int, m: Done) -> None:
+    """Ask whether the bytes count; the answer `Committed` is deferred until every shard is done (law L13)."""
+    current = active_round(s, worker, request, m.round)
+    if current is None:
+        return
+    group, copy, sums = s.group(worker), worker.copy, Digest(m.sums)
+    joined = current.joined[worker.shard]
+    if copy is None or copy.state is not CopyState.FILLING or sums not in s.state.blobs:
+        return s.fail(worker, request, StateError("Done needs a filled copy and its uploaded checksums"))
+    if joined.done_request is not None:
+        return s.fail(worker, request, StateError("the shard is done already"))
+    if not leases_stand(s, current, worker.shard):
+        return discard(s, group, worker, request, current)
+    record = s.model(worker).versions.get(copy.key)
+    bound = None if record is None else record.manifests.get(copy.memory.layout)
+    if bound is not None and bound != sums:
+        text = f"the bytes of {group.replica}/{worker.shard} differ from the version's first manifest in this layout"
+        return abort_for(s, group, worker, request, current, CorruptTransfer(text))
+    joined.done_request, joined.done_sums, joined.orphaned_since_s = request, sums, None
+    copy.prefix, copy.done_bytes = copy.memory.num_segments, copy.memory.total_bytes
+    if copy.offered and copy.sums:
+        tell_followers(s, copy)
+    if all(shard in current.joined and current.joined[shard].done_request is not None for shard in group.members):
+        commit(s, group, current)
+
+
+def discard(s: Step, group: Group, worker: Worker, request: int, current: Round) -> None:
+    """Tell a reader whose leases did not stand to read again, from fresh sources."""
+    for lease_id in current.leases.pop(worker.shard, []):
+        end_lease(s, lease_id)
+    current.joined[worker.shard].orphaned_since_s = None
+    if not lease_shard(s, group, worker.shard, current, promised=True):
+        error = no_source_left(s, group, worker, current)
+        return abort_for(s, group, worker, request, current, error)
+    refresh_sums(s, current, worker)
+    if worker.copy is not None:
+        worker.copy.prefix = 0
+        for lease_id in sorted(worker.copy.leases):
+            revoke_lease(s, lease_id, "the source reads its bytes again")
+    sources = tuple(source_of(s, lease) for lease in current.leases[worker.shard])
+    s.reply(worker, request, Discard(current.number, sources))
+
+
+def abort_for(s: Step, group: Group, worker: Worker, request: int, current: Round, error: TensorHubError) -> None:
+    """Refuse a shard's request and break the round for all."""
+    s.fail(worker, request, error)
+    abort(s, group, current, error, told=worker.shard)
+
+
+def commit(s: Step, group: Group, current: Round) -> None:
+    """Commit for all shards in one step."""
+    model = s.state.models[group.model]
+    assert current.key is not None
+    published = all(joined.offer for joined in current.joined.values())
+    for worker in s.members(group):
+        copy, joined = worker.copy, current.joined[worker.shard]
+        assert copy is not None
+        assert joined.done_request is not None
+        assert joined.done_sums is not None
+        copy.sums = joined.done_sums
+        copy.state = CopyState.PUBLISHED if published else CopyState.HELD
+        worker.dirty = False
+        if published:
+            bind_manifest(s, worker, copy.key, copy.memory.layout, copy.sums, copy.memory.total_bytes)
+        s.reply(worker, joined.done_request, Committed(current.number, published))
+        if published:
+            tell_followers(s, copy)
+    drop_leases(s, current)
+    del group.rounds[current.number]
+    if published:
+        note_whole(s, group, current.key)
+    s.touched.add(model.name)
+
+
+def leave_round(s: Step, worker: Worker, request: int, m: LeaveRound) -> None:
+    """Break the round for all shards: this one cannot finish it."""
+    current = s.group(worker).rounds.get(m.round)
+    s.reply(worker, request, Ok())
+    if current is None or current.verdict is not None or worker.shard not in current.joined:
+        return
+    text = f"shard {worker.shard} left the round: {m.message}"
+    abort(s, s.group(worker), current, error_from_wire(m.code, text), told=worker.shard)
+
+
+def active_round(s: Step, worker: Worker, request: int, number: int) -> Round | None:
+    """Return the worker's promised round, or refuse the request with how it ended."""
+    current = s.group(worker).rounds.get(number)
+    if current is None or current.key is None or worker.shard not in current.joined:
+        s.fail(worker, request, StateError(f"round {number} is not open for shard {worker.shard}"))
+        return None
+    if current.verdict is not None:
+        ended = current.verdict
+        s.reply(worker, request, ended if isinstance(ended, Failure) else Failure("state_error", "the round is over"))
+        return None
+    return current

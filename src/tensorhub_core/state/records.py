@@ -1,0 +1,241 @@
+"""The reference server's whole memory, as plain records. Soft state: a restart forgets all of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tensorhub_core.ids import (
+    CopyId,
+    Digest,
+    LeaseId,
+    ModelName,
+    ReplicaName,
+    SessionId,
+    VersionKey,
+    WorkerId,
+)
+from tensorhub_core.state.messages import Message
+
+
+@dataclass(frozen=True, slots=True)
+class MachineConfig:
+    """Constants of one server life; times in seconds, limits as bounds that fail closed."""
+
+    server_epoch: int
+    lease_s: float = 5.0
+    heartbeat_s: float = 1.0
+    grace_s: float = 5.0
+    dead_after_s: float = 15.0
+    join_timeout_s: float = 60.0
+    max_workers: int = 20_000
+    max_models: int = 1_000
+    max_shards: int = 65_536
+    max_name_bytes: int = 1_024
+    max_blob_bytes: int = 1 << 30
+    max_deferred: int = 64
+    kept_versions: int = 64
+    kept_rounds: int = 8
+
+
+class CopyState(Enum):
+    """What a copy may be used for."""
+
+    FILLING = "filling"
+    HELD = "held"
+    PUBLISHED = "published"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True)
+class Registration:
+    """A worker's registered memory."""
+
+    layout: Digest
+    placement: Digest
+    total_bytes: int
+    num_segments: int
+    portable: bool
+
+
+@dataclass(slots=True)
+class Copy:
+    """One worker's memory holding its shard of one version."""
+
+    id: CopyId
+    worker: WorkerId
+    key: VersionKey
+    memory: Registration
+    state: CopyState
+    sums: Digest
+    prefix: int
+    offered: bool
+    done_bytes: int = 0
+    started_s: float = 0.0
+    leases: set[LeaseId] = field(default_factory=set)
+    """Leases of readers on this copy."""
+
+
+@dataclass(slots=True)
+class Lease:
+    """A reader's right to read a copy."""
+
+    id: LeaseId
+    reader: WorkerId
+    copy: CopyId
+    round: int
+
+
+@dataclass(slots=True)
+class Worker:
+    """One process life holding one shard, or an observer (which belongs to no group)."""
+
+    id: WorkerId
+    session: SessionId
+    token: str
+    model: ModelName
+    replica: ReplicaName
+    shard: int
+    observer: bool
+    stream: str | None
+    last_seen_s: float
+    suspected: bool = False
+    dirty: bool = False
+    memory: Registration | None = None
+    copy: Copy | None = None
+    unpublish_request: int | None = None
+    leases: set[LeaseId] = field(default_factory=set)
+    """Leases this worker reads under."""
+
+
+@dataclass(slots=True)
+class Joined:
+    """A shard's part in a round. `join_request` / `done_request` are the deferred replies still owed."""
+
+    join_request: int | None
+    offer: bool
+    have: VersionKey | None
+    heard: bool = False
+    orphaned_since_s: float | None = None
+    done_request: int | None = None
+    done_sums: Digest | None = None
+
+
+@dataclass(slots=True)
+class Round:
+    """One replicate / update by all shards of a replica (law L2).
+
+    `key` is the promise; `verdict` how the round ended, kept until every shard has heard it. `avoid` holds, per
+    shard, the copies that failed it and how.
+    """
+
+    number: int
+    want: int | None
+    mode: str
+    joined: dict[int, Joined] = field(default_factory=dict)
+    key: VersionKey | None = None
+    leases: dict[int, list[LeaseId]] = field(default_factory=dict)
+    avoid: dict[int, dict[CopyId, str]] = field(default_factory=dict)
+    verdict: Message | None = None
+    unheard: set[int] = field(default_factory=set)
+    join_by_s: float | None = None
+
+
+@dataclass(slots=True)
+class Group:
+    """A replica: its workers by shard and its rounds."""
+
+    model: ModelName
+    replica: ReplicaName
+    generation: int
+    num_shards: int
+    zone: str
+    host: str
+    spot: bool
+    members: dict[int, WorkerId] = field(default_factory=dict)
+    rounds: dict[int, Round] = field(default_factory=dict)
+    next_round: int = 0
+    retired: list[str] = field(default_factory=list)
+
+    def open_round(self) -> Round | None:
+        """Return the round without a verdict; there is at most one."""
+        return next((r for r in self.rounds.values() if r.verdict is None), None)
+
+
+@dataclass(slots=True)
+class VersionRecord:
+    """What is known of a version; `manifests` binds a layout (which names its shard) to its first sums (law L12)."""
+
+    key: VersionKey
+    creator: ReplicaName
+    was_whole: bool = False
+    total_bytes: int = 0
+    manifests: dict[Digest, Digest] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A deferred `Wait`."""
+
+    worker: WorkerId
+    request: int
+    newer_than: VersionKey | None
+
+
+@dataclass(slots=True)
+class ModelState:
+    """One stream of versions. `high` is the highest version that ever was whole, `heard` the highest heard of."""
+
+    name: ModelName
+    epoch: int = 1
+    stream: str | None = None
+    streams: list[str] = field(default_factory=list)
+    high: VersionKey | None = None
+    heard: VersionKey | None = None
+    versions: dict[VersionKey, VersionRecord] = field(default_factory=dict)
+    groups: dict[ReplicaName, Group] = field(default_factory=dict)
+    waiting: list[Waiting] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class BlobEntry:
+    """A content-addressed blob and when it was last put or fetched."""
+
+    data: bytes
+    touched_s: float
+
+
+@dataclass(slots=True)
+class ServerState:
+    """Everything the reference server knows."""
+
+    config: MachineConfig
+    started_s: float
+    now_s: float
+    listening: bool = False
+    """Somebody came back from an earlier server life: no promise and no withdrawal before the grace is over (L5)."""
+    counter: int = 0
+    models: dict[ModelName, ModelState] = field(default_factory=dict)
+    workers: dict[WorkerId, Worker] = field(default_factory=dict)
+    sessions: dict[SessionId, WorkerId] = field(default_factory=dict)
+    copies: dict[CopyId, Copy] = field(default_factory=dict)
+    leases: dict[LeaseId, Lease] = field(default_factory=dict)
+    blobs: dict[Digest, BlobEntry] = field(default_factory=dict)
+    draining: set[CopyId] = field(default_factory=set)
+    blob_bytes: int = 0
+    swept_s: float = 0.0
+
+    @classmethod
+    def new(cls, config: MachineConfig, now: float) -> ServerState:
+        """Return the state of a server that has just started."""
+        return cls(config=config, started_s=now, now_s=now, swept_s=now)
+
+    def next_deadline(self, now: float) -> float | None:
+        """Return when the next `Tick` is due at the latest; None when there is nothing to watch."""
+        if not self.workers and not self.blobs:
+            return None
+        return max(now, self.now_s + min(self.config.heartbeat_s, self.config.lease_s / 4))
+
+    def in_grace(self, now: float) -> bool:
+        """Tell whether the server still only listens (law L5)."""
+        return self.listening and now < self.started_s + self.config.grace_s

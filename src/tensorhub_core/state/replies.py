@@ -1,0 +1,247 @@
+"""What the reference server answers and pushes: the machine's effects. Pushes carry request number 0."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tensorhub_core.state.requests import Message
+
+
+class Ok(Message, frozen=True):
+    """The request was carried out."""
+
+
+class Failure(Message, frozen=True):
+    """The request was refused or failed; `code` names the error type."""
+
+    code: str
+    message: str
+    differences: tuple[str, ...] = ()
+
+
+class Welcome(Message, frozen=True):
+    """Answer a hello. `next_round` is the number of the group generation's first round this worker can join."""
+
+    worker: str
+    server_epoch: int
+    generation: int
+    next_round: int
+    stream_epoch: int
+    lease_s: float
+    heartbeat_s: float
+
+
+class Blob(Message, frozen=True):
+    """Answer `GetBlob`."""
+
+    digest: bytes
+    data: bytes
+
+
+class Published(Message, frozen=True):
+    """Answer `Publish` with the version's stream epoch."""
+
+    epoch: int
+    number: int
+
+
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A leased copy to read from. `prefix` counts the segments that may be read now when it is not `whole` yet."""
+
+    lease: str
+    worker: str
+    replica: str
+    shard: int
+    num_shards: int
+    layout: bytes
+    placement: bytes
+    sums: bytes
+    whole: bool = True
+    prefix: int = 0
+
+
+class Promise(Message, frozen=True):
+    """Promise one version to the whole round, with leases on the sources of this shard.
+
+    Either one source with the reader's own layout, or every shard of one replica of another layout.
+    """
+
+    round: int
+    epoch: int
+    number: int
+    sources: tuple[Source, ...]
+
+
+class NothingNewer(Message, frozen=True):
+    """The group already holds the version that the round would get."""
+
+    round: int
+    epoch: int
+    number: int
+
+
+class Committed(Message, frozen=True):
+    """Every shard of the round is done: the version is in the group's memory, and published if it was offered."""
+
+    round: int
+    published: bool
+
+
+class Discard(Message, frozen=True):
+    """The leases did not stand until the end: throw the bytes away and read them again from these sources."""
+
+    round: int
+    sources: tuple[Source, ...]
+
+
+class Available(Message, frozen=True):
+    """A whole version is available."""
+
+    epoch: int
+    number: int
+
+
+class HeldLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A layout in which a version is held by one shard of a replica."""
+
+    replica: str
+    shard: int
+    num_shards: int
+    layout: bytes
+
+
+class VersionLayouts(Message, frozen=True):
+    """Answer `DescribeVersion`."""
+
+    epoch: int
+    number: int
+    layouts: tuple[HeldLayout, ...]
+
+
+class VersionRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One version as `Worker.versions()` shows it."""
+
+    epoch: int
+    number: int
+    whole: bool
+    retained: bool
+    replicas: tuple[str, ...]
+    total_bytes: int
+
+
+class Versions(Message, frozen=True):
+    """Answer `ListVersions`."""
+
+    rows: tuple[VersionRow, ...]
+
+
+class ShardStatus(msgspec.Struct, frozen=True):
+    """One shard as `tensorhub status` shows it."""
+
+    shard: int
+    version: int | None
+    state: str
+    done_bytes: int
+    total_bytes: int
+    source: str | None
+    bytes_per_s: float
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True):
+    """One replica as `tensorhub status` shows it."""
+
+    replica: str
+    zone: str
+    host: str
+    spot: bool
+    version: int | None
+    state: str
+    shards: tuple[ShardStatus, ...]
+
+
+class VersionStatus(msgspec.Struct, frozen=True):
+    """One version as `tensorhub status` shows it."""
+
+    version: int
+    whole: bool
+    retained: bool
+    replicas: tuple[str, ...]
+
+
+class ModelStatus(msgspec.Struct, frozen=True):
+    """One model as `tensorhub status` shows it."""
+
+    model: str
+    stream: str | None
+    epoch: int
+    latest: int | None
+    versions: tuple[VersionStatus, ...]
+    replicas: tuple[ReplicaStatus, ...]
+
+
+class StatusReply(Message, frozen=True):
+    """Answer `GetStatus`."""
+
+    server_epoch: int
+    uptime_s: float
+    models: tuple[ModelStatus, ...]
+
+
+class RoundAborted(Message, frozen=True):
+    """A round that this worker joined ended for all shards; its memory is dirty if it had begun to fill."""
+
+    round: int
+    code: str
+    message: str
+
+
+class LeaseLost(Message, frozen=True):
+    """A leased source is gone or no longer serves: stop reading it and send `Relocate`."""
+
+    round: int
+    lease: str
+    reason: str
+
+
+class SourceProgress(Message, frozen=True):
+    """A leased source that is still filling has verified more segments, or is whole now."""
+
+    lease: str
+    prefix: int
+    whole: bool
+
+
+class Superseded(Message, frozen=True):
+    """Another process took this worker's place: this session is over."""
+
+    message: str
+
+
+class UnknownSession(Message, frozen=True):
+    """The server does not know this session (it restarted, or took the worker for dead): say hello again."""
+
+    server_epoch: int
+
+
+Reply = (
+    Ok
+    | Failure
+    | Welcome
+    | Blob
+    | Published
+    | Promise
+    | NothingNewer
+    | Committed
+    | Discard
+    | Available
+    | VersionLayouts
+    | Versions
+    | StatusReply
+    | RoundAborted
+    | LeaseLost
+    | SourceProgress
+    | Superseded
+    | UnknownSession
+)
+
+PUSHES: tuple[type[Message], ...] = (RoundAborted, LeaseLost, SourceProgress, Superseded, UnknownSession)

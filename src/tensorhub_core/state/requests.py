@@ -1,0 +1,213 @@
+"""What workers ask of the reference server: the machine's events."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+PROTOCOL = 1
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of all wire messages: a msgpack map with the class name as `type`."""
+
+
+class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a worker still holds when it says hello again after a server restart (laws L5, L6)."""
+
+    epoch: int
+    number: int
+    layout: bytes
+    placement: bytes
+    sums: bytes
+    total_bytes: int
+    num_segments: int
+    portable: bool = True
+
+
+class Hello(Message, frozen=True):
+    """Open a session as one shard of a replica, or as an observer (which belongs to no replica).
+
+    `token` is drawn once per worker life: a hello with the same token is the same worker saying hello again, another
+    token under an occupied slot supersedes it (law L8). `high` is the highest version the worker ever heard of.
+    """
+
+    protocol: int
+    token: str
+    model: str
+    replica: str
+    shard: int = 0
+    num_shards: int = 1
+    stream: str | None = None
+    zone: str = ""
+    host: str = ""
+    spot: bool = False
+    observer: bool = False
+    high: tuple[int, int] | None = None
+    held: Held | None = None
+
+
+class Heartbeat(Message, frozen=True):
+    """Say that the worker lives; renews all its leases."""
+
+
+class Leave(Message, frozen=True):
+    """Leave for good: the worker's copies and leases end now."""
+
+
+class PutBlob(Message, frozen=True):
+    """Store a content-addressed blob (layout, placement or sums) for as long as something refers to it."""
+
+    digest: bytes
+    data: bytes
+
+
+class GetBlob(Message, frozen=True):
+    """Fetch a blob by digest."""
+
+    digest: bytes
+
+
+class Register(Message, frozen=True):
+    """Name the worker's layout and placement; both blobs were put before.
+
+    `portable`: readers of another layout may read it through boxes (a tagged layout is not portable).
+    """
+
+    layout: bytes
+    placement: bytes
+    total_bytes: int
+    num_segments: int
+    portable: bool = True
+
+
+class Publish(Message, frozen=True):
+    """Commit not to change the registered memory, which holds `number`; `sums` digests its segment checksums.
+
+    `held_epoch` names the stream epoch when the worker publishes a copy it got from a committed round; None creates
+    the version in the worker's stream.
+    """
+
+    number: int
+    sums: bytes
+    held_epoch: int | None = None
+
+
+class Unpublish(Message, frozen=True):
+    """Take the copy back. Answered when no reader can see the memory any more; no new reader is sent to it."""
+
+
+class JoinRound(Message, frozen=True):
+    """Join round `round` of the worker's group (law L2); answered by `Promise`, `NothingNewer` or `Failure`.
+
+    `want=None` is `latest`. `mode="update"` may be answered `NothingNewer` when `have` already is the version.
+    `offer=False`: neither the copy nor its prefix is offered to anyone (memory that is processed in place).
+    """
+
+    round: int
+    want: int | None = None
+    mode: Literal["replicate", "update", "stage"] = "replicate"
+    have: tuple[int, int] | None = None
+    offer: bool = True
+
+
+class Filling(Message, frozen=True):
+    """Say that the plan stands and the worker starts to overwrite its memory (after its old copy was withdrawn)."""
+
+    round: int
+
+
+class Announce(Message, frozen=True):
+    """Announce that the first `prefix` segments of the round's copy are verified; others may read them now.
+
+    Readers of another layout announce `prefix=0` and only `done_bytes`, which `tensorhub status` shows.
+    """
+
+    round: int
+    prefix: int
+    done_bytes: int = 0
+
+
+class LeaseFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Tell how a leased source failed its reader."""
+
+    lease: str
+    kind: Literal["lost", "stalled", "corrupt", "slow", "unreachable"]
+
+
+class Relocate(Message, frozen=True):
+    """Ask for other sources of the round's version; answered by a `Promise` with the same version, or `Failure`."""
+
+    round: int
+    failures: tuple[LeaseFailure, ...]
+
+
+class Done(Message, frozen=True):
+    """Ask whether the round's leases still stood at the end of the read (law L4).
+
+    Answered by `Committed` when every shard of the group is done (law L13), by `Discard` when the leases did not
+    stand, by `Failure` when the round was aborted. `sums` digests the checksums of what the memory now holds.
+    """
+
+    round: int
+    sums: bytes
+
+
+class LeaveRound(Message, frozen=True):
+    """Abort the round for all shards of the group: this shard cannot finish it (`code` is an error's wire code)."""
+
+    round: int
+    code: str
+    message: str
+
+
+class Wait(Message, frozen=True):
+    """Answer `Available` as soon as a whole version newer than `newer_than` is available."""
+
+    newer_than: tuple[int, int] | None = None
+
+
+class Cancel(Message, frozen=True):
+    """Withdraw a deferred `Wait`; it is then answered by `Failure` (deadline_exceeded)."""
+
+    request: int
+
+
+class DescribeVersion(Message, frozen=True):
+    """List the layouts in which a whole version (None = latest) is held."""
+
+    want: int | None = None
+
+
+class ListVersions(Message, frozen=True):
+    """List the versions of the model."""
+
+
+class GetStatus(Message, frozen=True):
+    """Describe the server, one model or all of them (None)."""
+
+    model: str | None = None
+
+
+Request = (
+    Hello
+    | Heartbeat
+    | Leave
+    | PutBlob
+    | GetBlob
+    | Register
+    | Publish
+    | Unpublish
+    | JoinRound
+    | Filling
+    | Announce
+    | Relocate
+    | Done
+    | LeaveRound
+    | Wait
+    | Cancel
+    | DescribeVersion
+    | ListVersions
+    | GetStatus
+)

@@ -1,0 +1,237 @@
+"""Rounds: one promise for all shards of a replica, kept or broken together (laws L2, L4, L13)."""
+
+from __future__ import annotations
+
+from tensorhub_core.errors import (
+    CorruptTransfer,
+    DeadlineExceeded,
+    StateError,
+    TensorHubError,
+    VersionUnavailable,
+)
+from tensorhub_core.ids import VersionKey
+from tensorhub_core.state.context import Step, failure
+from tensorhub_core.state.leases import (
+    drop_copy,
+    end_lease,
+    source_of,
+)
+from tensorhub_core.state.messages import (
+    Failure,
+    JoinRound,
+    NothingNewer,
+    Promise,
+    RoundAborted,
+)
+from tensorhub_core.state.records import CopyState, Group, Joined, ModelState, Round, Worker
+from tensorhub_core.state.sourcing import describe_holders, lease_shard
+from tensorhub_core.state.versions import (
+    current_epoch,
+    highest_number,
+    latest,
+    show,
+)
+
+
+def join(s: Step, worker: Worker, request: int, m: JoinRound) -> None:
+    """Join a round; the answer is deferred until the round has a promise or a verdict."""
+    group = s.group(worker)
+    if worker.memory is None:
+        return s.fail(worker, request, StateError("replicate needs registered tensors: call register() first"))
+    current = group.rounds.get(m.round)
+    if current is None:
+        other = group.open_round()
+        if other is not None or m.round < group.next_round:
+            number = group.next_round if other is None else other.number
+            text = f"round {m.round} of replica {group.replica!r} is over or another one is open (now {number})"
+            return s.fail(worker, request, StateError(text))
+        current = Round(m.round, m.want, m.mode)
+        group.rounds[m.round] = current
+        group.next_round = m.round + 1
+    if current.verdict is not None:
+        return tell_verdict(s, group, worker, request, current)
+    if worker.shard in current.joined:
+        return s.fail(worker, request, StateError(f"shard {worker.shard} has joined round {m.round} already"))
+    have = None if m.have is None else (m.have[0], m.have[1])
+    current.joined[worker.shard] = Joined(request, m.offer, have)
+    if (current.want, current.mode == "stage") != (m.want, m.mode == "stage"):
+        asked = ["latest" if want is None else str(want) for want in (current.want, m.want)]
+        text = f"shards of replica {group.replica!r} asked for different versions: {asked[0]} and {asked[1]}"
+        return abort(s, group, current, StateError(text))
+    s.touched.add(worker.model)
+
+
+def tell_verdict(s: Step, group: Group, worker: Worker, request: int, current: Round) -> None:
+    """Answer a shard that joins a round which has ended."""
+    verdict = current.verdict
+    assert verdict is not None
+    current.unheard.discard(worker.shard)
+    if not current.unheard:
+        del group.rounds[current.number]
+    if isinstance(verdict, (Failure, NothingNewer)):
+        return s.reply(worker, request, verdict)
+    s.fail(worker, request, StateError(f"round {current.number} of replica {group.replica!r} is over"))
+
+
+def tell_promise(s: Step, worker: Worker, current: Round) -> None:
+    """Answer a joined shard's open request with the round's promise and its own sources."""
+    joined = current.joined[worker.shard]
+    request, joined.join_request = joined.join_request, None
+    assert current.key is not None
+    if request is not None:
+        sources = tuple(source_of(s, lease) for lease in current.leases[worker.shard])
+        s.reply(worker, request, Promise(current.number, *current.key, sources))
+
+
+def settle_rounds(s: Step, model: ModelState) -> None:
+    """Give a promise or a verdict to the model's waiting rounds."""
+    if s.state.in_grace(s.now):
+        return
+    for group in list(model.groups.values()):
+        current = group.open_round()
+        if current is None:
+            continue
+        if current.key is None:
+            try_promise(s, model, group, current)
+        else:
+            keep_promise(s, group, current)
+
+
+def try_promise(s: Step, model: ModelState, group: Group, current: Round) -> None:
+    """Promise one version to the whole group, with leases for all shards in the same step, if that can be done now."""
+    members = s.members(group)
+    if len(members) != group.num_shards or any(w.memory is None or w.suspected for w in members):
+        return
+    if current.want is None:
+        key = latest(model)
+        if key is None:
+            return
+    else:
+        key = (current_epoch(model), current.want)
+    if current.mode == "update" and all(holds(w, current, key) for w in members):
+        return conclude(s, group, current, NothingNewer(current.number, *key))
+    record = model.versions.get(key)
+    was_whole = record is not None and record.was_whole
+    gone = key[1] < highest_number(model, key[0])
+    current.key = key
+    if all(lease_shard(s, group, w.shard, current, promised=False) for w in members):
+        current.join_by_s = s.now + s.state.config.join_timeout_s
+        return keep_promise(s, group, current)
+    drop_leases(s, current)
+    current.key = None
+    if was_whole or current.want is None or (gone and record is None):
+        text = f"version {show(key)} of model {model.name!r} has no reachable holder that this layout can read; "
+        abort(s, group, current, VersionUnavailable(text + describe_holders(s, model, key)))
+
+
+def keep_promise(s: Step, group: Group, current: Round) -> None:
+    """Answer the shards that joined late; one that lost its sources before it joined is leased others at once."""
+    for worker in s.members(group):
+        joined = current.joined.get(worker.shard)
+        if joined is not None and joined.join_request is None:
+            continue
+        if not leases_stand(s, current, worker.shard):
+            for lease_id in current.leases.pop(worker.shard, []):
+                end_lease(s, lease_id)
+            if not lease_shard(s, group, worker.shard, current, promised=True):
+                return abort(s, group, current, no_source_left(s, group, worker, current))
+        if joined is not None:
+            tell_promise(s, worker, current)
+
+
+def holds(worker: Worker, current: Round, key: VersionKey) -> bool:
+    """Tell whether a member of the group has the version already."""
+    joined = current.joined.get(worker.shard)
+    if joined is not None and joined.have == key:
+        return True
+    return worker.copy is not None and worker.copy.key == key and worker.copy.state is not CopyState.FILLING
+
+
+def leases_stand(s: Step, current: Round, shard: int) -> bool:
+    """Tell whether all leases of a shard still live (law L4)."""
+    leases = current.leases.get(shard, [])
+    return bool(leases) and all(lease in s.state.leases for lease in leases)
+
+
+def no_source_left(s: Step, group: Group, worker: Worker, current: Round) -> TensorHubError:
+    """Tell the story of a round that has run out of sources."""
+    model = s.model(worker)
+    assert current.key is not None
+    tried = current.avoid.get(worker.shard, {})
+    story = []
+    for copy_id, kind in tried.items():
+        copy = s.state.copies.get(copy_id)
+        story.append(f"{'gone' if copy is None else s.holder(copy).replica}: {kind}")
+    text = (
+        f"version {show(current.key)} of model {model.name!r} lost its last source for {group.replica}/{worker.shard} "
+        f"(tried: {'; '.join(story) or 'none'}; {describe_holders(s, model, current.key)})"
+    )
+    if tried and all(kind == "corrupt" for kind in tried.values()):
+        return CorruptTransfer(text)
+    return VersionUnavailable(text)
+
+
+def drop_leases(s: Step, current: Round) -> None:
+    """End all leases of a round."""
+    for leases in current.leases.values():
+        for lease in leases:
+            end_lease(s, lease)
+    current.leases.clear()
+
+
+def abort(s: Step, group: Group, current: Round, error: TensorHubError, told: int | None = None) -> None:
+    """End a round for all shards in one step; its unfinished copies are nobody's source any more (law L13)."""
+    verdict = failure(error)
+    s.log("warning", f"round {current.number} of {group.model}/{group.replica} aborted: {verdict.message}")
+    drop_leases(s, current)
+    for worker in s.members(group):
+        joined = current.joined.get(worker.shard)
+        if joined is None:
+            continue
+        copy = worker.copy
+        if copy is not None and copy.state is CopyState.FILLING and copy.key == current.key:
+            drop_copy(s, copy, "its round was aborted")
+        request = joined.join_request if joined.join_request is not None else joined.done_request
+        if request is not None:
+            s.reply(worker, request, verdict)
+        elif worker.shard != told:
+            s.push(worker, RoundAborted(current.number, verdict.code, verdict.message))
+    close_round(s, group, current, verdict)
+
+
+def conclude(s: Step, group: Group, current: Round, verdict: NothingNewer) -> None:
+    """End a round that has nothing to do."""
+    for worker in s.members(group):
+        joined = current.joined.get(worker.shard)
+        if joined is not None and joined.join_request is not None:
+            s.reply(worker, joined.join_request, verdict)
+    close_round(s, group, current, verdict)
+
+
+def close_round(s: Step, group: Group, current: Round, verdict: Failure | NothingNewer) -> None:
+    """Keep a verdict until every shard has heard it, bounded."""
+    current.verdict = verdict
+    current.unheard = {shard for shard in range(group.num_shards) if shard not in current.joined}
+    if not current.unheard:
+        del group.rounds[current.number]
+    ended = sorted(n for n, r in group.rounds.items() if r.verdict is not None)
+    for number in ended[: -s.state.config.kept_rounds]:
+        del group.rounds[number]
+    s.touched.add(group.model)
+
+
+def check_rounds(s: Step, model: ModelState) -> None:
+    """End rounds that some shard never joined, or whose orphaned shard never came back for other sources."""
+    for group in list(model.groups.values()):
+        current = group.open_round()
+        if current is None or current.key is None:
+            continue
+        missing = [shard for shard in range(group.num_shards) if shard not in current.joined]
+        if missing and current.join_by_s is not None and s.now >= current.join_by_s:
+            abort(s, group, current, DeadlineExceeded(f"shards {missing} of {group.replica!r} never joined the round"))
+            continue
+        limit = 2 * s.state.config.dead_after_s
+        for shard, joined in current.joined.items():
+            if joined.orphaned_since_s is not None and s.now >= joined.orphaned_since_s + limit:
+                abort(s, group, current, DeadlineExceeded(f"shard {shard} lost its source and asked for no other"))
+                break

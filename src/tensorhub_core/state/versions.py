@@ -1,0 +1,247 @@
+"""Versions: who may create which number, what is whole, what is latest (laws L1, L10, L12)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tensorhub_core.errors import StateError, TensorHubError, VersionConflict
+from tensorhub_core.ids import Digest, VersionKey
+from tensorhub_core.state.context import Step
+from tensorhub_core.state.leases import add_copy, drop_copy, new_copy_id
+from tensorhub_core.state.messages import Available, Ok, Publish, Published, Unpublish, Wait
+from tensorhub_core.state.records import (
+    Copy,
+    CopyState,
+    Group,
+    ModelState,
+    Registration,
+    VersionRecord,
+    Waiting,
+    Worker,
+)
+
+
+def show(key: VersionKey | None) -> str:
+    """Write a version for people."""
+    return "none" if key is None else f"{key[1]} (epoch {key[0]})"
+
+
+def whole_at(s: Step, group: Group, key: VersionKey) -> bool:
+    """Tell whether every shard of the replica publishes the version (law L1)."""
+    return len(group.members) == group.num_shards and all(
+        w.copy is not None and w.copy.key == key and w.copy.state is CopyState.PUBLISHED for w in s.members(group)
+    )
+
+
+def whole_groups(s: Step, model: ModelState, key: VersionKey) -> Iterator[Group]:
+    """Yield the replicas that offer the version whole and whose workers all seem to live."""
+    for group in model.groups.values():
+        if whole_at(s, group, key) and not any(w.suspected for w in s.members(group)):
+            yield group
+
+
+def latest(model: ModelState) -> VersionKey | None:
+    """Return what `latest` means: the highest version that was ever whole or heard of (law L10)."""
+    keys = [key for key in (model.high, model.heard) if key is not None]
+    return max(keys, default=None)
+
+
+def current_epoch(model: ModelState) -> int:
+    """Return the stream epoch in which explicit numbers are looked up."""
+    newest = latest(model)
+    return model.epoch if newest is None else newest[0]
+
+
+def highest_number(model: ModelState, epoch: int) -> int:
+    """Return the highest number created in an epoch, -1 if none."""
+    numbers = [key[1] for key in model.versions if key[0] == epoch]
+    numbers += [key[1] for key in (model.high, model.heard) if key is not None and key[0] == epoch]
+    return max(numbers, default=-1)
+
+
+def creation_key(model: ModelState, worker: Worker, number: int) -> VersionKey:
+    """Return the key under which the worker may publish `number`; raises VersionConflict for a stream that is over."""
+    stream = worker.stream
+    if stream is None or stream == model.stream:
+        return (model.epoch, number)
+    if stream in model.streams:
+        raise VersionConflict(
+            f"stream {stream!r} of model {model.name!r} is over, {model.stream!r} has taken its place: "
+            "connect with a new stream name to start again"
+        )
+    fresh = model.stream is None and not model.versions and model.heard is None
+    return (model.epoch if fresh else model.epoch + 1, number)
+
+
+def check_creation(model: ModelState, worker: Worker, key: VersionKey, layout: Digest, sums: Digest) -> None:
+    """Refuse a version that law L10 forbids; raises VersionConflict."""
+    record = model.versions.get(key)
+    if record is not None and layout in record.manifests:
+        if record.manifests[layout] != sums:
+            raise VersionConflict(
+                f"version {show(key)} of model {model.name!r} was published with other bytes (by {record.creator!r}): "
+                "publish under a higher number, or name a new stream to start over"
+            )
+        return
+    newest = highest_number(model, key[0])
+    if key[1] < newest or (record is None and key[1] == newest):
+        raise VersionConflict(
+            f"model {model.name!r} is at version {newest} of epoch {key[0]}; {key[1]} is not newer: "
+            "publish a higher number, or connect with a new stream name to start over"
+        )
+
+
+def enter_stream(s: Step, model: ModelState, worker: Worker, key: VersionKey) -> None:
+    """Make the worker's stream the model's current one."""
+    if key[0] > model.epoch:
+        s.log("info", f"model {model.name!r}: stream {worker.stream!r} starts epoch {key[0]}")
+        model.epoch = key[0]
+    if worker.stream is not None and worker.stream != model.stream:
+        model.stream = worker.stream
+        model.streams.append(worker.stream)
+
+
+def bind_manifest(s: Step, worker: Worker, key: VersionKey, layout: Digest, sums: Digest, total_bytes: int) -> None:
+    """Remember the first sums of (version, layout); the caller has checked that they may stand."""
+    model = s.model(worker)
+    record = model.versions.get(key)
+    if record is None:
+        record = model.versions[key] = VersionRecord(key, worker.replica)
+    record.manifests.setdefault(layout, sums)
+    record.total_bytes = max(record.total_bytes, total_bytes)
+
+
+def publish(s: Step, worker: Worker, request: int, m: Publish) -> None:
+    """Publish what the worker's memory holds, at once or not at all; answers `Published` or `Failure`."""
+    memory = worker.memory
+    if memory is None:
+        return s.fail(worker, request, StateError("publish needs registered tensors: call register() first"))
+    sums = Digest(m.sums)
+    if sums not in s.state.blobs:
+        return s.fail(worker, request, StateError("the checksums were not uploaded before publish"))
+    model = s.model(worker)
+    copy = worker.copy
+    try:
+        if m.number < 0:
+            raise VersionConflict(f"version numbers start at 0, not {m.number}")
+        if m.held_epoch is None:
+            key = creation_key(model, worker, m.number)
+            if not (copy is not None and copy.key == key and copy.state is not CopyState.FILLING):
+                check_creation(model, worker, key, memory.layout, sums)
+        else:
+            key = (m.held_epoch, m.number)
+        check_publishable(model, worker, key, memory, sums)
+    except TensorHubError as error:
+        return s.fail(worker, request, error)
+    if copy is None or copy.state is CopyState.HELD:
+        if copy is not None:
+            drop_copy(s, copy, "published")
+        put_copy(s, worker, key, memory, sums)
+    s.reply(worker, request, Published(*key))
+
+
+def check_publishable(model: ModelState, worker: Worker, key: VersionKey, memory: Registration, sums: Digest) -> None:
+    """Refuse what the worker's present copy or the version's first manifest forbid."""
+    copy = worker.copy
+    record = model.versions.get(key)
+    bound = None if record is None else record.manifests.get(memory.layout)
+    if bound is not None and bound != sums:
+        raise VersionConflict(f"version {show(key)} of model {model.name!r} has other bytes in this layout")
+    if copy is None or copy.state is CopyState.HELD:
+        return
+    if copy.state is CopyState.FILLING:
+        raise StateError("the memory is being filled: wait for replicate() before publish()")
+    if copy.state is CopyState.DRAINING:
+        raise StateError("the copy is draining: finish unpublish() before publish()")
+    if copy.key != key:
+        raise StateError(f"version {show(copy.key)} is published: call unpublish() before publish({key[1]})")
+    if copy.sums != sums or copy.memory != memory:
+        raise VersionConflict(f"version {show(key)} is already published with other bytes: the tensors were changed")
+
+
+def put_copy(s: Step, worker: Worker, key: VersionKey, memory: Registration, sums: Digest) -> None:
+    """Make a published copy and see whether its replica is whole now."""
+    model = s.model(worker)
+    enter_stream(s, model, worker, key)
+    bind_manifest(s, worker, key, memory.layout, sums, memory.total_bytes)
+    worker.dirty = False
+    segments = memory.num_segments
+    add_copy(
+        s,
+        worker,
+        Copy(new_copy_id(s), worker.id, key, memory, CopyState.PUBLISHED, sums, segments, True, memory.total_bytes),
+    )
+    note_whole(s, s.group(worker), key)
+
+
+def note_whole(s: Step, group: Group, key: VersionKey) -> None:
+    """Record that a version has become whole at a replica."""
+    model = s.state.models[group.model]
+    s.touched.add(model.name)
+    if not whole_at(s, group, key):
+        return
+    record = model.versions[key]
+    record.total_bytes = sum(w.memory.total_bytes for w in s.members(group) if w.memory is not None)
+    if not record.was_whole:
+        record.was_whole = True
+        s.log("info", f"model {model.name!r}: version {show(key)} is whole at {group.replica!r}")
+    if model.high is None or key > model.high:
+        model.high = key
+    forget_old_versions(s, model)
+
+
+def unpublish(s: Step, worker: Worker, request: int, _: Unpublish) -> None:
+    """Take the worker's copy back; the answer is deferred until it has drained."""
+    copy = worker.copy
+    if copy is None:
+        return s.reply(worker, request, Ok())
+    if copy.state is CopyState.FILLING:
+        return s.fail(worker, request, StateError("the memory is being filled: nothing is published"))
+    if copy.state is CopyState.HELD:
+        drop_copy(s, copy, "unpublished")
+        return s.reply(worker, request, Ok())
+    if worker.unpublish_request is not None and worker.unpublish_request != request:
+        s.fail(worker, worker.unpublish_request, StateError("another unpublish() has taken over"))
+    copy.state = CopyState.DRAINING
+    worker.unpublish_request = request
+    s.state.draining.add(copy.id)
+    s.touched.add(worker.model)
+
+
+def wait(s: Step, worker: Worker, request: int, m: Wait) -> None:
+    """Answer when a newer whole version is available."""
+    model = s.model(worker)
+    newer_than = None if m.newer_than is None else (m.newer_than[0], m.newer_than[1])
+    if sum(w.worker == worker.id for w in model.waiting) >= s.state.config.max_deferred:
+        return s.fail(worker, request, StateError("too many waits at once on one connection"))
+    model.waiting.append(Waiting(worker.id, request, newer_than))
+    s.touched.add(model.name)
+
+
+def settle_waits(s: Step, model: ModelState) -> None:
+    """Answer the waiters for whom something newer is available."""
+    newest = model.high
+    if not model.waiting or newest is None or s.state.in_grace(s.now) or latest(model) != newest:
+        return
+    if next(whole_groups(s, model, newest), None) is None:
+        return
+    keep = []
+    for waiting in model.waiting:
+        worker = s.state.workers.get(waiting.worker)
+        if worker is not None and (waiting.newer_than is None or newest > waiting.newer_than):
+            s.reply(worker, waiting.request, Available(*newest))
+        elif worker is not None:
+            keep.append(waiting)
+    model.waiting = keep
+
+
+def forget_old_versions(s: Step, model: ModelState) -> None:
+    """Forget what nobody holds: versions that never were whole, and whole ones beyond the newest `kept_versions`."""
+    held = {c.key for c in s.state.copies.values() if s.holder(c).model == model.name}
+    promised = {r.key for g in model.groups.values() for r in g.rounds.values()}
+    ranked = sorted(model.versions, reverse=True)
+    for place, key in enumerate(ranked):
+        if key in held or key in promised:
+            continue
+        if not model.versions[key].was_whole or place >= s.state.config.kept_versions:
+            del model.versions[key]
