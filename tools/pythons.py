@@ -18,9 +18,9 @@ class SetupError(Exception):
 def find_python(versions: tuple[str, ...], wanted_by: str) -> Path:
     """Return a working interpreter of the first of `versions` that this machine has.
 
-    The variable TENSORHUB_PYTHON names one outright. Raises SetupError, which says what to install.
+    The variable SETUP_PYTHON names one outright. Raises SetupError, which says what to install.
     """
-    named = os.environ.get("TENSORHUB_PYTHON")
+    named = os.environ.get("SETUP_PYTHON")
     if named and _version_of(Path(named)) in versions:
         return Path(named)
     for version in versions:
@@ -31,7 +31,7 @@ def find_python(versions: tuple[str, ...], wanted_by: str) -> Path:
     raise SetupError(
         f"{wanted_by} needs Python {listed} with its venv module, and this machine has none.\n"
         f"Install python{versions[0]} and python{versions[0]}-venv (or a pyenv version), "
-        f"or set TENSORHUB_PYTHON to such an interpreter."
+        f"or set SETUP_PYTHON to such an interpreter."
     )
 
 

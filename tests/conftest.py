@@ -1,0 +1,58 @@
+"""What every test gets: no settings of the user's, folders of its own, and no process left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+_ALLOWED_CHILDREN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+_END_TIMEOUT_S = 10.0
+_folder = pytest.StashKey[Path]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the user's settings, and keep an embedded server and its files inside this run."""
+    for name in [name for name in os.environ if name.startswith("TENSORHUB_")]:
+        del os.environ[name]
+    folder = Path(tempfile.mkdtemp(prefix="tensorhub-tests-"))
+    config.stash[_folder] = folder
+    for variable in ("XDG_RUNTIME_DIR", "XDG_CONFIG_HOME"):
+        home = folder / variable.lower()
+        home.mkdir(mode=0o700)
+        os.environ[variable] = str(home)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the run's folders."""
+    if _folder in config.stash:
+        shutil.rmtree(config.stash[_folder], ignore_errors=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_is_left_behind() -> Iterator[None]:
+    """Fail the run if a test left a child process running; ends it."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    ours = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    _, alive = psutil.wait_procs([child for child in ours if not _may_stay(child)], timeout=_END_TIMEOUT_S)
+    left = []
+    for child in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE:
+                left.append(f"{child.pid}: {' '.join(child.cmdline())}")
+            child.kill()
+    assert not left, "tests left processes running:\n" + "\n".join(left)
+
+
+def _may_stay(child: psutil.Process) -> bool:
+    try:
+        return any(allowed in " ".join(child.cmdline()) for allowed in _ALLOWED_CHILDREN)
+    except psutil.NoSuchProcess:
+        return True
