@@ -1,1 +1,1 @@
-"""Logging, counters and progress."""
+"""Logging and counters: what operators and tests can see of a running part."""

@@ -1,0 +1,195 @@
+"""Adapt the user's torch and numpy tensors: names, dtypes, addresses; refuse by name what cannot be registered."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorhub_core.client.overlap import Extent, overlapping_pairs, overlaps_itself
+from tensorhub_core.errors import RegistrationError
+from tensorhub_core.layout.canonical import dtype_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+Tensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RawTensor:
+    """Bytes with a torch dtype name, for dtypes that numpy lacks: `buffer` is u8 [bytes] in C order of `shape`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    buffer: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Where one tensor lies now; `allocation` is the span of the live memory block around it, if known."""
+
+    extent: Extent
+    dtype: str
+    device: str
+    writable: bool
+    allocation: tuple[int, int] | None
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Return what has to stay as it is between register and publish or replicate."""
+        strides = None if self.extent.contiguous else self.extent.strides
+        return (self.device, self.extent.address, self.extent.shape, strides, self.dtype)
+
+
+def named_tensors(tensors: Tensors) -> dict[str, Any]:
+    """Check the names of a mapping or of an iterable of (name, tensor); raises RegistrationError naming the fault."""
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    named: dict[str, Any] = {}
+    for position, pair in enumerate(pairs):
+        try:
+            name, tensor = pair
+        except (TypeError, ValueError):
+            raise RegistrationError(f"item {position} is not a (name, tensor) pair") from None
+        if not isinstance(name, str) or not name:
+            raise RegistrationError(
+                f"the tensor at position {position} needs a name that is non-empty text, not {name!r}"
+            )
+        if not _encodable(name):
+            raise RegistrationError(f"the name {name!r} at position {position} is not valid unicode")
+        if name in named:
+            raise RegistrationError(f"two tensors are named {name!r}: every name may be registered once")
+        named[name] = tensor
+    if not named:
+        raise RegistrationError("nothing to register: give at least one tensor")
+    return named
+
+
+def _encodable(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def view_of(name: str, tensor: Any) -> View:
+    """Describe where a tensor lies; raises RegistrationError naming it and saying why it cannot be registered."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        try:
+            view = _torch_view(name, tensor)
+        except (RuntimeError, ValueError, NotImplementedError) as error:  # such as uninitialized parameters
+            raise RegistrationError(f"{name!r} has no memory that can be registered: {error}") from None
+    elif isinstance(tensor, np.ndarray):
+        view = _numpy_view(name, tensor)
+    elif isinstance(tensor, RawTensor):
+        view = _raw_view(name, tensor)
+    else:
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+        raise RegistrationError(f"{name!r} is a {kind}: only torch tensors and numpy arrays can be registered")
+    try:
+        item_bytes = dtype_bytes(view.dtype)
+    except RegistrationError as error:
+        raise RegistrationError(f"{name!r} cannot be registered: {error}") from None
+    if item_bytes != view.extent.item_bytes:
+        raise RegistrationError(
+            f"{name!r} has elements of {view.extent.item_bytes} bytes, {view.dtype} has {item_bytes}"
+        )
+    return view
+
+
+def _torch_view(name: str, tensor: torch.Tensor) -> View:
+    refusal = _torch_refusal(tensor)
+    if refusal:
+        raise RegistrationError(f"{name!r} {refusal}")
+    item_bytes = tensor.element_size()
+    strides = tuple(stride * item_bytes for stride in tensor.stride())
+    extent = Extent(tensor.data_ptr(), tuple(tensor.shape), strides, item_bytes)
+    storage = tensor.untyped_storage()
+    allocation = (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+    low, high = extent.hull()
+    if low != high and not (allocation[0] <= low and high <= allocation[1]):
+        raise RegistrationError(f"{name!r} lies outside its storage: the storage was resized or freed")
+    return View(extent, str(tensor.dtype).removeprefix("torch."), str(tensor.device), True, allocation)
+
+
+def _torch_refusal(tensor: torch.Tensor) -> str:
+    """Return why the tensor's bytes are not its values, or an empty text."""
+    import torch
+
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"is a {type(tensor).__qualname__}, which wraps others: register those (`to_local()` for a DTensor)"
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return f"is stored as {tensor.layout}: register its dense parts (values, indices) or `to_dense()`"
+    if tensor.is_quantized:
+        return "is a quantized tensor: register its `int_repr()` and its scales"
+    if tensor.device.type not in ("cpu", "cuda"):
+        return f"is on device {tensor.device}: only cpu and cuda memory can be registered"
+    if tensor.is_conj() or tensor.is_neg():
+        return "is a lazily conjugated or negated view: register `resolve_conj().resolve_neg()`"
+    return ""
+
+
+def _numpy_view(name: str, array: NDArray[Any]) -> View:
+    if isinstance(array, np.ma.MaskedArray):
+        raise RegistrationError(f"{name!r} is a masked array: register its `data` and its `mask`")
+    if array.dtype.hasobject or array.dtype.names is not None or array.dtype.subdtype is not None:
+        raise RegistrationError(f"{name!r} has dtype {array.dtype}: only plain numbers can be registered")
+    if not array.dtype.isnative:
+        raise RegistrationError(
+            f"{name!r} has dtype {array.dtype.str}: only the machine's own byte order can be registered"
+        )
+    address, read_only = array.__array_interface__["data"]
+    extent = Extent(address, array.shape, array.strides, array.dtype.itemsize)
+    return View(extent, array.dtype.name, "cpu", not read_only, None)
+
+
+def _raw_view(name: str, tensor: RawTensor) -> View:
+    buffer, shape = tensor.buffer, tensor.shape
+    if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous:
+        raise RegistrationError(f"{name!r} has a buffer that is not a flat array of bytes")
+    try:
+        item_bytes = dtype_bytes(tensor.dtype)
+    except RegistrationError as error:
+        raise RegistrationError(f"{name!r} cannot be registered: {error}") from None
+    length_bytes = item_bytes * math.prod(shape)
+    if buffer.nbytes != length_bytes:
+        raise RegistrationError(
+            f"{name!r} of {tensor.dtype} {shape} takes {length_bytes:,} bytes, its buffer has {buffer.nbytes:,}"
+        )
+    strides = tuple(item_bytes * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    address, read_only = buffer.__array_interface__["data"]
+    return View(Extent(address, shape, strides, item_bytes), tensor.dtype, "cpu", not read_only, None)
+
+
+def check_geometry(views: Mapping[str, View]) -> dict[tuple[object, ...], list[str]]:
+    """Group the names by the bytes they share; raises RegistrationError if tensors overlap in any other way.
+
+    Names of one group have the same place, dtype and shape. Empty tensors share nothing.
+    """
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for name, view in views.items():
+        place = view.place if view.extent.length_bytes else ("empty", name)
+        groups.setdefault(place, []).append(name)
+    by_device: dict[str, list[str]] = {}
+    for names in groups.values():
+        view = views[names[0]]
+        if overlaps_itself(view.extent):
+            raise RegistrationError(
+                f"{names[0]!r} overlaps itself (strides {view.extent.strides} bytes, shape {view.extent.shape}), as "
+                "`expand()` makes it: register `contiguous()`"
+            )
+        by_device.setdefault(view.device, []).append(names[0])
+    for names in by_device.values():
+        for a, b in overlapping_pairs([views[name].extent for name in names]):
+            raise RegistrationError(
+                f"{names[a]!r} and {names[b]!r} overlap without being the same tensor: register only one of them"
+            )
+    return groups
