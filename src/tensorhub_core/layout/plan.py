@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorhub_core.errors import LayoutMismatch
+from tensorhub_core.layout.assemble import assemble
+from tensorhub_core.layout.match import match
+from tensorhub_core.layout.pieces import SourceTables
+from tensorhub_core.layout.read_plan import ReadPlan, plan_raw
 from tensorhub_core.layout.scatter import Scatter
-from tensorhub_core.layout.segments import SegmentTable
 from tensorhub_core.layout.types import Layout
-
-
-@dataclass(frozen=True, slots=True)
-class ReadPlan:
-    """List the segment reads that fill a destination; every array is [reads].
-
-    Read `i` fetches the whole of `segment[i]` (i32) of `sources[source[i]]` (i32), `length_bytes[i]` (u64) long. Where
-    `direct[i]`, it lands as it is at `offset_bytes[i]` (u64) of the destination's storage `storage[i]` (i32); otherwise it
-    is staged and copied out by `scatters[i]`, and storage and offset say where the first byte goes. No segment is read
-    twice. Reads are in the destination's canonical order; in a `raw` plan, read `i` is segment `i` on both sides.
-    """
-
-    raw: bool
-    source: NDArray[np.int32]
-    segment: NDArray[np.int32]
-    length_bytes: NDArray[np.uint64]
-    direct: NDArray[np.bool_]
-    storage: NDArray[np.int32]
-    offset_bytes: NDArray[np.uint64]
-    scatters: Mapping[int, tuple[Scatter, ...]]
-    total_bytes: int
-
-    def __len__(self) -> int:
-        return len(self.segment)
-
-
-def plan_raw(table: SegmentTable) -> ReadPlan:
-    """Plan a copy between two layouts of equal fingerprint, segment by segment."""
-    raise NotImplementedError
 
 
 def plan_read(
@@ -47,7 +21,16 @@ def plan_read(
 ) -> ReadPlan:
     """Plan how `destination` is filled from one equal layout or from the shards of a replica in other layouts.
 
-    `sums` u64 [segments] per source lets bytes that must be equal be compared before anything moves. Proves that every
-    box of the destination is covered exactly. Raises LayoutMismatch listing all differences. Any thread.
+    All layouts are valid (`build_layout`, `decode_layout`). `sums` u64 [segments] per source lets bytes that must be
+    equal be compared before anything moves. Every box of the destination is proven to be covered, each point once.
+    Raises LayoutMismatch listing all differences. Any thread.
     """
-    raise NotImplementedError
+    tables = SourceTables(sources, sums)
+    if sums is not None and [len(each) for each in sums] != [len(table) for table in tables.tables]:
+        raise LayoutMismatch("the version's checksums do not belong to its layouts: there are not as many as segments")
+    if len(sources) == 1 and sources[0] == destination:
+        return plan_raw(tables.tables[0])
+    return assemble(match(destination, sources, tables), tables)
+
+
+__all__ = ["ReadPlan", "Scatter", "plan_raw", "plan_read"]

@@ -20,8 +20,8 @@ _ITEM_TYPES: dict[int, np.dtype[np.generic]] = {
 class Scatter:
     """Copy one box from a source segment to a destination storage, all in elements.
 
-    `dst_start` [destination axes] is in the destination storage's tensor, `src_start` [source axes] inside the segment's
-    own box. `shape` has the longer of the two ranks; the shorter one is aligned to the last axes, like numpy broadcasts.
+    `dst_start` [destination axes] is in the destination storage's tensor, `src_start` [source axes] in the
+    segment's own box. `shape` has the longer of the two ranks; the shorter one is aligned at the last axis, as numpy broadcasts.
     """
 
     storage: int
@@ -40,7 +40,7 @@ def scatter_bytes(
 ) -> None:
     """Copy one scatter's box from a segment's bytes to a storage's bytes; nothing else of the destination changes.
 
-    `segment` u8 [segment bytes] is the box `segment_shape` in C order, `destination` u8 [storage bytes] the whole tensor
+    `segment` u8 [segment bytes] is the box `segment_shape` in C order; `destination` u8 [storage bytes] is the tensor
     `destination_shape` in C order. Raises ValueError if sizes do not fit. Any thread.
     """
     item = _ITEM_TYPES[item_bytes]

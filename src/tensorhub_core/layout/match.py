@@ -1,0 +1,229 @@
+"""Match a destination's tensors with what the sources hold: the pieces that fill it, or every reason why not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tensorhub_core.errors import LayoutMismatch
+from tensorhub_core.layout.checks import quote
+from tensorhub_core.layout.cover import Cover
+from tensorhub_core.layout.dtypes import dtype_bytes
+from tensorhub_core.layout.holdings import Holding, holdings_of, index_sources, is_plain
+from tensorhub_core.layout.pieces import Piece, SourceTables, fully_inside, piece_of, touched
+from tensorhub_core.layout.regions import Point, Region, is_empty
+from tensorhub_core.layout.types import Layout
+
+MAX_MESSAGE_CHARS = 64 << 10
+
+Wanted = tuple[str, Holding]
+"""A logical name with the destination's region of it (`source` is meaningless there)."""
+
+
+def match(destination: Layout, sources: Sequence[Layout], tables: SourceTables) -> list[Piece]:
+    """Return the pieces that fill the destination; raises LayoutMismatch listing all differences."""
+    matcher = _Matcher(destination, sources, tables)
+    pieces = matcher.match()
+    if matcher.differences:
+        raise mismatch(matcher.differences)
+    return pieces
+
+
+def mismatch(differences: Sequence[str]) -> LayoutMismatch:
+    """Build the error that lists all differences; its text stops at a size that logs and messages can bear."""
+    lines: list[str] = []
+    room = MAX_MESSAGE_CHARS
+    for line in differences:
+        room -= len(line)
+        if room < 0:
+            lines.append(f"... and {len(differences) - len(lines)} more, all in `differences`")
+            break
+        lines.append(line)
+    head = f"{len(differences)} difference{'s' * (len(differences) != 1)} between registered tensors and the version"
+    return LayoutMismatch("\n- ".join((head + ":", *lines)), tuple(differences))
+
+
+class _Matcher:
+    def __init__(self, destination: Layout, sources: Sequence[Layout], tables: SourceTables) -> None:
+        self._destination = destination
+        self._sources = sources
+        self._tables = tables
+        self._cover = Cover(len(sources), destination.shard)
+        self._plain = is_plain(destination) and all(map(is_plain, sources))
+        self._own = self._own_source()
+        self._index: Mapping[str, list[Holding]] = {}
+        self.differences: list[str] = []
+
+    def match(self) -> list[Piece]:
+        """Collect pieces and differences in canonical order."""
+        storages = [self._names_of(number) for number in range(len(self._destination.storages))]
+        names = {logical for aliases in storages for wanted in aliases for logical, _ in wanted}
+        self._index = index_sources(self._sources, names, self._own)
+        self._compare_tags()
+        pieces: list[Piece] = []
+        for aliases in storages:
+            pieces.extend(self._match_storage(aliases))
+        self._compare_copies(names)
+        self._find_extras()
+        return pieces
+
+    def _names_of(self, storage: int) -> list[list[Wanted]]:
+        """Return what each of a storage's tensors wants."""
+        tensors = self._destination.tensors
+        return [holdings_of(tensors[tensor], -1, storage) for tensor in self._destination.storages[storage]]
+
+    def _own_source(self) -> int | None:
+        """Return the source that is the destination's own shard, if all sides are cut into plain shards alike."""
+        shards = self._destination.num_shards
+        if not self._plain or shards == 1 or any(layout.num_shards != shards for layout in self._sources):
+            return None
+        own = [number for number, layout in enumerate(self._sources) if layout.shard == self._destination.shard]
+        return own[0] if len(own) == 1 else None
+
+    def _compare_tags(self) -> None:
+        tags = [("the registered tensors are", self._destination.tag)]
+        tags += [(f"shard {layout.shard} of the version is", layout.tag) for layout in self._sources]
+        for who, tag in dict.fromkeys(tags):
+            if tag:
+                self.differences.append(f"tag: {who} in the processed form {quote(tag)}, shared by equal layouts only")
+
+    def _match_storage(self, aliases: list[list[Wanted]]) -> list[Piece]:
+        """Match one storage through its first name that the sources have, and prove that the others agree with it."""
+        aliases = [wanted for wanted in aliases if wanted]
+        known = [wanted for wanted in aliases if all(logical in self._index for logical, _ in wanted)]
+        if not known:
+            for logical in dict.fromkeys(logical for wanted in aliases for logical, _ in wanted):
+                if logical not in self._index:
+                    self.differences.append(f"missing: the version has no {quote(logical)}")
+            return []
+        found = [self._match_tensor(wanted) for wanted in known]
+        for wanted, pieces in zip(known[1:], found[1:], strict=True):
+            if pieces is not None and found[0] is not None and not self._same_bytes(found[0], pieces):
+                self.differences.append(
+                    f"tied: {_names(known[0])} and {_names(wanted)} share memory here, but the version does not "
+                    "prove that their bytes are equal"
+                )
+        return found[0] or []
+
+    def _match_tensor(self, wanted: list[Wanted]) -> list[Piece] | None:
+        """Return the pieces of one tensor, or None after noting why there are none."""
+        before = len(self.differences)
+        pieces: list[Piece] = []
+        for logical, region in wanted:
+            held = self._index[logical]
+            reason = self._compare_kinds(region, held)
+            if reason:
+                self.differences.append(f"{reason[0]} of {quote(logical)}: {reason[1]}")
+                continue
+            need = (region.lo, region.hi)
+            parts, gaps = self._cover.find(need, held, dtype_bytes(region.spec.dtype))
+            if gaps:
+                self.differences.append(f"gap in {quote(logical)}: the version does not hold {_regions(gaps)}")
+            pieces.extend(piece_of(holding, part, region) for holding, part in parts)
+        return pieces if len(self.differences) == before else None
+
+    def _compare_kinds(self, region: Holding, held: list[Holding]) -> tuple[str, str] | None:
+        """Return what differs in dtype or shape, or None."""
+        spec = region.spec
+        kinds = {holding.spec.dtype for holding in held}
+        if kinds != {spec.dtype}:
+            return "dtype", f"registered {spec.dtype}, the version has {' and '.join(sorted(kinds))}"
+        rank = len(region.lo)
+        others = {len(holding.lo) for holding in held} - {rank}
+        if others:
+            full = sorted({holding.hi for holding in held if len(holding.lo) != rank})
+            return "shape", f"registered with {rank} axes, the version has {', '.join(map(str, full[:4]))}"
+        whole = {holding.spec.shape for holding in held if holding.spec.boxes is None}
+        if len(whole) > 1:
+            return "shape", f"shards of the version disagree: {', '.join(map(str, sorted(whole)[:4]))}"
+        have = whole.pop() if whole else None
+        if spec.boxes is not None:
+            fits = have is None or all(want <= full for want, full in zip(region.hi, have, strict=True))
+            return None if fits else ("shape", f"registered up to {region.hi}, the version has {have}")
+        if have is None:
+            # What is too short is a gap; what is too long would be left out without a word.
+            end = tuple(max(corner) for corner in zip(*(holding.hi for holding in held), strict=True))
+            have = tuple(map(max, end, spec.shape))
+        return None if have == spec.shape else ("shape", f"registered {spec.shape}, the version has {have}")
+
+    def _same_bytes(self, ones: list[Piece], others: list[Piece]) -> bool:
+        """Tell whether two ways to fill one storage are proven to bring the same bytes to the same places."""
+        ones, others = (sorted(pieces, key=lambda piece: piece.dst_start) for pieces in (ones, others))
+        return len(ones) == len(others) and all(map(self._same_piece, ones, others))
+
+    def _same_piece(self, one: Piece, other: Piece) -> bool:
+        if one.dst_start != other.dst_start or one.shape != other.shape or one.src_start != other.src_start:
+            return False
+        if (one.source, one.src_storage) == (other.source, other.src_storage):
+            return True
+        return self._sums_agree(one, other, inside_only=False) is True
+
+    def _sums_agree(self, one: Piece, other: Piece, *, inside_only: bool) -> bool | None:
+        """Compare the checksums of two pieces' segments; None if they cannot be compared.
+
+        `inside_only` leaves out segments that also hold bytes outside of the pieces, which may differ.
+        """
+        sums = self._tables.sums
+        if sums is None or one.src_spec.shape != other.src_spec.shape or one.src_start != other.src_start:
+            return None
+        grid = self._tables.grid(one.source, one.src_spec)
+        if grid != self._tables.grid(other.source, other.src_spec) or one.src_spec.dtype != other.src_spec.dtype:
+            return None
+        first_one, _ = self._tables.segments(one.source, one.src_storage)
+        first_other, _ = self._tables.segments(other.source, other.src_storage)
+        number, chunk = touched(one, grid)
+        if inside_only:
+            number = number[:, fully_inside(one, grid, chunk)]
+        return bool(np.array_equal(sums[one.source][number + first_one], sums[other.source][number + first_other]))
+
+    def _compare_copies(self, names: set[str]) -> None:
+        """Refuse a version whose sources hold different bytes for one region of a logical tensor."""
+        for logical in sorted(names & self._index.keys()):
+            held = self._index[logical]
+            if len(held) < 2:
+                continue
+            first: dict[tuple[Point, ...], Holding] = {}
+            for holding in held:
+                region = (holding.lo, holding.hi)
+                model = first.setdefault((*region, holding.spec.shape, holding.local), holding)
+                if model is holding or is_empty(*region):
+                    continue
+                one, other = piece_of(model, region, model), piece_of(holding, region, holding)
+                if self._sums_agree(one, other, inside_only=True) is False:
+                    shards = [self._sources[each.source].shard for each in (model, holding)]
+                    self.differences.append(
+                        f"copies of {quote(logical)}: shards {shards[0]} and {shards[1]} of the version hold different "
+                        "bytes for one region; shards of a tensor must be registered with boxes"
+                    )
+                    break
+
+    def _find_extras(self) -> None:
+        """Between plain layouts, note tensors of the version that the destination does not take."""
+        if not self._plain:
+            return
+        shards = self._destination.num_shards
+        if shards == 1:
+            sources = list(self._sources)
+        elif self._own is not None:
+            sources = [self._sources[self._own]]
+        else:
+            return
+        registered = {spec.name for spec in self._destination.tensors}
+        extras: dict[str, None] = {}
+        for layout in sources:
+            for group in layout.storages:
+                names = [layout.tensors[tensor].name for tensor in group]
+                # Another name of bytes that the destination takes is not missed.
+                if not any(name in registered for name in names):
+                    extras.update(dict.fromkeys(names))
+        self.differences.extend(f"extra: the version has {quote(name)}, not registered here" for name in sorted(extras))
+
+
+def _names(wanted: list[Wanted]) -> str:
+    return " + ".join(dict.fromkeys(quote(logical) for logical, _ in wanted[:4]))
+
+
+def _regions(regions: list[Region]) -> str:
+    text = ", ".join(f"{lo} to {hi}" for lo, hi in regions[:4])
+    return text if len(regions) <= 4 else f"{text} and {len(regions) - 4} more regions"
