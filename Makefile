@@ -49,7 +49,7 @@ bench: setup  ## Measure, with ratios to raw transports in the same run
 	@.venv/bin/python bench/run.py
 
 docs: setup  ## Write docs/protocol.md from the message structs
-	@.venv/bin/python -m tools.protocol_doc
+	@.venv/bin/python -m tools.gen_protocol
 
 clean:  ## Remove this clone's environments and build outputs (shared packages stay)
 	@$(ENVS) clean

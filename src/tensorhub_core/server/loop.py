@@ -53,6 +53,7 @@ class ServerLoop:
         self._clock = clock
         self._logger = logger or get_logger("server")
         self._limited = RateLimitedLog(self._logger)
+        self._tick_at: float | None = None
         self._tick_not_before = clock.now()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -109,18 +110,17 @@ class ServerLoop:
 
     def _timeout_ms(self, watch_at: float | None) -> int:
         now = self._clock.now()
-        tick_at = self.state.next_deadline(now)
         wait = MOST_WAIT_S
-        if tick_at is not None:
-            wait = min(wait, max(tick_at, self._tick_not_before) - now)
+        if self._tick_at is not None:
+            wait = min(wait, max(self._tick_at, self._tick_not_before) - now)
         if watch_at is not None:
             wait = min(wait, watch_at - now)
-        return max(0, int(wait * 1000) + 1) if wait > 0 else 0
+        return int(wait * 1000) + 1 if wait > 0 else 0
 
     def _tick_if_due(self, now: float) -> None:
-        tick_at = self.state.next_deadline(now)
-        if tick_at is None or now < max(tick_at, self._tick_not_before):
+        if self._tick_at is None or now < max(self._tick_at, self._tick_not_before):
             return
+        self._tick_at = None
         errors = self.counters.errors
         self._step(Tick())
         if self.counters.errors > errors:
@@ -187,6 +187,10 @@ class ServerLoop:
                 if session is not None and session not in lost:
                     lost.add(session)
                     events.append(Disconnected(session))
+        # A deadline moves later by a tick only: with steady traffic it would otherwise never come.
+        due = self.state.next_deadline(self._clock.now())
+        if due is not None:
+            self._tick_at = due if self._tick_at is None else min(self._tick_at, due)
 
     def _step_failed(self, event: Event, error: Exception) -> list[Effect]:
         self.counters.errors += 1

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
-import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +11,7 @@ import zmq
 
 from tensorhub_core.config import ServerConfig
 from tensorhub_core.errors import AddressInUse, ConfigError
+from tensorhub_core.server.files import accepts, free_lock, take_lock
 from tensorhub_core.state.records import MachineConfig
 from tensorhub_core.wire.codec import MAX_MESSAGE_BYTES
 
@@ -49,7 +47,8 @@ class BoundSocket:
         """Stop listening; idempotent."""
         self.socket.close(linger=0)
         if self._lock is not None:
-            os.close(self._lock)
+            Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)  # ZeroMQ leaves it behind at times
+            free_lock(self._lock)
             self._lock = None
 
 
@@ -58,7 +57,7 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> BoundS
     scheme, _, rest = address.partition("://")
     if scheme not in ("tcp", "ipc") or not rest:
         raise ConfigError(f"cannot listen on {address!r}: write tcp://HOST:PORT or ipc://PATH")
-    lock = _lock_path(address, Path(rest)) if scheme == "ipc" else None
+    lock = _lock_socket(address, Path(rest)) if scheme == "ipc" else None
     router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     try:
         _set_options(router, ipv6="[" in rest)
@@ -66,22 +65,9 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> BoundS
     except (zmq.ZMQError, OSError) as error:
         router.close(linger=0)
         if lock is not None:
-            os.close(lock)
+            free_lock(lock)
         raise _bind_error(address, error.errno or 0) from None
     return BoundSocket(router, router.getsockopt_string(zmq.LAST_ENDPOINT), lock)
-
-
-def accepts(path: Path) -> bool:
-    """Tell whether a process listens on this Unix socket."""
-    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except BlockingIOError:
-            return True
-        except (OSError, ValueError):
-            return False
-        return True
 
 
 def _set_options(router: zmq.Socket[bytes], *, ipv6: bool) -> None:
@@ -100,21 +86,18 @@ def _set_options(router: zmq.Socket[bytes], *, ipv6: bool) -> None:
     router.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
 
 
-def _lock_path(address: str, path: Path) -> int | None:
+def _lock_socket(address: str, path: Path) -> int | None:
     """Hold a file lock beside the socket: a second bind on a live ipc path would succeed and steal its clients."""
     if path.name.startswith(("@", "*")):
         return None
     if accepts(path):
         raise _bind_error(address, errno.EADDRINUSE)
     try:
-        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = take_lock(path.with_name(f"{path.name}.lock"))
     except OSError as error:
         raise _bind_error(address, error.errno or 0) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise _bind_error(address, errno.EADDRINUSE) from None
+    if lock is None:
+        raise _bind_error(address, errno.EADDRINUSE)
     return lock
 
 
@@ -142,5 +125,5 @@ def _bind_error(address: str, code: int) -> AddressInUse | ConfigError:
     }
     reason = reasons.get(code)
     if reason is None:
-        reason = os.strerror(code) if 0 < code < 156384712 else "the host name cannot be resolved"
+        reason = zmq.strerror(code) if code > 0 else "the host name cannot be resolved"
     return ConfigError(f"cannot listen on {address}: {reason}")

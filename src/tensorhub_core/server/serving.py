@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Mapping
 from types import TracebackType
+from typing import Any
 
 from tensorhub_core.clock import SystemClock
 from tensorhub_core.errors import TensorHubError
@@ -89,7 +90,7 @@ def serve(
     thread may call it.
     """
     values = {"retain": retain, "lease_s": lease_s, "heartbeat_s": heartbeat_s, "grace_s": grace_s}
-    given = {key: value for key, value in values.items() if value is not None}
+    given: dict[str, Any] = {key: value for key, value in values.items() if value is not None}
     if isinstance(settings, Settings):
         server = dataclasses.replace(settings.server, **given)
     else:

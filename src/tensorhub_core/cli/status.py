@@ -1,0 +1,173 @@
+"""`tensorhub status`: what the server knows, for people or as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+
+import click
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from tensorhub_core.cli.common import existing_server, printable, server_option
+from tensorhub_core.client.oneshot import ask
+from tensorhub_core.errors import ServerUnreachable, TensorHubError
+from tensorhub_core.state.messages import GetStatus, ModelStatus, ReplicaStatus, ShardStatus, StatusReply
+
+WATCH_EVERY_S = 1.0
+_STYLES = {"published": "green", "filling": "cyan", "draining": "yellow", "suspected": "red", "dirty": "red"}
+_BAR_CELLS = 10
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--watch", is_flag=True, help="Show it again every second until Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; with --watch one object a line.")
+@server_option
+def status(model: str | None, watch: bool, as_json: bool, server: str | None) -> None:
+    """Show models, versions, replicas, shards, progress, who reads from whom, and bytes per second."""
+    address, settings = existing_server(server)
+    timeout_s = settings.client.connect_timeout_s
+    if not watch:
+        reply = fetch(address, model, timeout_s)
+        print_json(address, reply, indent=2) if as_json else Console().print(render(address, reply))
+        return
+    with contextlib.suppress(KeyboardInterrupt):
+        watch_status(address, model, timeout_s, as_json)
+
+
+def fetch(address: str, model: str | None, timeout_s: float) -> StatusReply:
+    """Ask the server; raises TensorHubError if it does not know the model."""
+    reply = ask(address, GetStatus(model), timeout_s=timeout_s)
+    if not isinstance(reply, StatusReply):
+        raise TensorHubError(f"the server at {address} answered with {type(reply).__name__}")
+    if model is not None and not reply.models:
+        raise TensorHubError(f"the server at {address} knows no model {model!r}: `tensorhub status` lists all")
+    return reply
+
+
+def watch_status(address: str, model: str | None, timeout_s: float, as_json: bool) -> None:
+    """Show the status again and again; a server that is away for a while does not end it."""
+    fetch(address, None, timeout_s)
+    if as_json:
+        for reply in replies(address, model, timeout_s):
+            if isinstance(reply, StatusReply):
+                print_json(address, reply, indent=None)
+        return
+    console = Console()
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+        for reply in replies(address, model, timeout_s):
+            shown = Text(str(reply), style="red") if isinstance(reply, TensorHubError) else render(address, reply)
+            if console.is_terminal:
+                live.update(shown, refresh=True)
+            else:
+                console.print(shown)
+
+
+def replies(address: str, model: str | None, timeout_s: float) -> Iterator[StatusReply | TensorHubError]:
+    """Yield a reply, or what is wrong, every second."""
+    while True:
+        started = time.monotonic()
+        try:
+            reply = ask(address, GetStatus(model), timeout_s=timeout_s)
+            if isinstance(reply, StatusReply):
+                yield reply
+        except ServerUnreachable as error:
+            yield error
+        time.sleep(max(0.0, WATCH_EVERY_S - (time.monotonic() - started)))
+
+
+def print_json(address: str, reply: StatusReply, indent: int | None) -> None:
+    """Print the status in the shape that programs rely on."""
+    document = {
+        "server": {"address": address, "epoch": reply.server_epoch, "uptime_s": reply.uptime_s},
+        "models": msgspec.to_builtins(reply.models),
+    }
+    sys.stdout.write(json.dumps(document, indent=indent) + "\n")
+    sys.stdout.flush()
+
+
+def render(address: str, reply: StatusReply) -> RenderableType:
+    """Lay the status out for people."""
+    head = Text.assemble((address, "bold"), f"  epoch {reply.server_epoch}  up {duration(reply.uptime_s)}")
+    if not reply.models:
+        return Group(head, Text("no models yet", style="dim"))
+    parts: list[RenderableType] = [head]
+    for model in reply.models:
+        parts += [Text(), model_head(model), versions_table(model), replicas_table(model)]
+    return Group(*parts)
+
+
+def model_head(model: ModelStatus) -> Text:
+    """Return the line above a model's tables."""
+    stream = f"  stream {printable(model.stream)}" if model.stream is not None else ""
+    latest = "nothing whole yet" if model.latest is None else f"latest {model.latest}"
+    return Text.assemble((printable(model.model), "bold"), f"  {latest}{stream}  epoch {model.epoch}")
+
+
+def versions_table(model: ModelStatus) -> Table:
+    """Return one row a version."""
+    table = Table("version", "whole", "retained", "replicas", box=None, header_style="dim", pad_edge=False)
+    for row in sorted(model.versions, key=lambda row: -row.version):
+        names = ", ".join(printable(name) for name in row.replicas)
+        table.add_row(str(row.version), _yes(row.whole), _yes(row.retained), Text(names))
+    return table
+
+
+def replicas_table(model: ModelStatus) -> Table:
+    """Return one row a shard; what belongs to the whole replica is said once."""
+    columns = ("replica", "zone", "host", "shard", "version", "state", "progress", "reads from", "rate")
+    table = Table(*columns, box=None, header_style="dim", pad_edge=False)
+    for replica in model.replicas:
+        for index, shard in enumerate(replica.shards):
+            about = replica_cells(replica) if index == 0 else ("", "", "")
+            table.add_row(*(Text(cell) for cell in about), *shard_cells(shard))
+    return table
+
+
+def replica_cells(replica: ReplicaStatus) -> tuple[str, str, str]:
+    """Return the cells of a replica."""
+    name = printable(replica.replica) + (" (spot)" if replica.spot else "")
+    return name, printable(replica.zone), printable(replica.host)
+
+
+def shard_cells(shard: ShardStatus) -> tuple[Text, ...]:
+    """Return the cells of a shard."""
+    rate = f"{decimal(int(shard.bytes_per_s))}/s" if shard.bytes_per_s else ""
+    return (
+        Text(str(shard.shard)),
+        Text("" if shard.version is None else str(shard.version)),
+        Text(shard.state, style=_STYLES.get(shard.state, "")),
+        Text(progress(shard)),
+        Text(printable(shard.source or "")),
+        Text(rate),
+    )
+
+
+def progress(shard: ShardStatus) -> str:
+    """Return how much of the shard is there: a bar while it fills."""
+    total = decimal(shard.total_bytes) if shard.total_bytes else ""
+    if shard.state != "filling" or not shard.total_bytes:
+        return total
+    share = min(1.0, shard.done_bytes / shard.total_bytes)
+    full = int(share * _BAR_CELLS)
+    return f"{'█' * full}{'░' * (_BAR_CELLS - full)} {share:4.0%} of {total}"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in the two largest units."""
+    left = int(seconds)
+    units = [(left // 86400, "d"), (left // 3600 % 24, "h"), (left // 60 % 60, "m"), (left % 60, "s")]
+    first = next((i for i, (count, _) in enumerate(units) if count), 3)
+    return " ".join(f"{count} {unit}" for count, unit in units[first : first + 2])
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
