@@ -19,6 +19,7 @@ MAX_LANDINGS = 1 << 22
 """Places where the segments of one plan may land; more of them would be a few bytes each."""
 
 _SOURCE_SHIFT = 32
+_SEGMENT_MASK = (1 << _SOURCE_SHIFT) - 1
 _KEY, _STORAGE, _OFFSET, _PIECE, _WHOLE = range(5)
 
 _Columns = NDArray[np.int64]
@@ -37,7 +38,7 @@ def assemble(pieces: Sequence[Piece], tables: SourceTables) -> ReadPlan:
     read_of, keys, first = place[read_of.reshape(-1)], keys[order], first[order]
     direct = (uses[order] == 1) & (landings[_WHOLE, first] == 1)
     source = (keys >> _SOURCE_SHIFT).astype(np.int32)
-    segment = (keys & ((1 << _SOURCE_SHIFT) - 1)).astype(np.int32)
+    segment = (keys & _SEGMENT_MASK).astype(np.int32)
     length_bytes = np.zeros(len(keys), np.uint64)
     for number, table in enumerate(tables.tables):
         mine = source == number
@@ -57,22 +58,38 @@ def assemble(pieces: Sequence[Piece], tables: SourceTables) -> ReadPlan:
 
 
 def _landings(pieces: Sequence[Piece], tables: SourceTables) -> _Columns:
-    singles: list[tuple[int, int, int, int, bool]] = []
+    runs: list[tuple[int, int, int, int, bool]] = []
+    sizes: list[int] = []
     blocks: list[_Columns] = []
     count = 0
     for number, piece in enumerate(pieces):
         first, segments = tables.segments(piece.source, piece.src_storage)
         key = (piece.source << _SOURCE_SHIFT) + first
-        if segments == 1:
-            offset, whole = _place(piece)
-            singles.append((key, piece.dst_storage, offset, number, whole))
-            count += 1
+        offset, whole = _place(piece)
+        if segments == 1 or whole:
+            runs.append((key, piece.dst_storage, offset, number, whole))
+            sizes.append(segments)
+            count += segments
         else:
-            blocks.append(_block(piece, tables, key, number))
+            blocks.append(_block(piece, tables, key, number, offset))
             count += blocks[-1].shape[1]
         if count > MAX_LANDINGS:
             raise LayoutMismatch(f"the plan needs more than {MAX_LANDINGS:,} copies: the layouts are cut too finely")
-    return np.concatenate([np.array(singles, np.int64).reshape(-1, 5).T, *blocks], axis=1)
+    return np.concatenate(
+        [_runs(np.array(runs, np.int64).reshape(-1, 5).T, np.array(sizes, np.int64), tables), *blocks], axis=1
+    )
+
+
+def _runs(firsts: _Columns, sizes: NDArray[np.int64], tables: SourceTables) -> _Columns:
+    """Spread out runs of segments that keep their distances: `firsts` has the first landing of each."""
+    columns = np.repeat(firsts, sizes, axis=1)
+    ends = np.cumsum(sizes)
+    columns[_KEY] += np.arange(columns.shape[1]) - np.repeat(ends - sizes, sizes)
+    source, segment = columns[_KEY] >> _SOURCE_SHIFT, columns[_KEY] & _SEGMENT_MASK
+    for number, table in enumerate(tables.tables):
+        mine = source == number
+        columns[_OFFSET, mine] += table.offset_bytes[segment[mine]].astype(np.int64)
+    return columns
 
 
 def _place(piece: Piece) -> tuple[int, bool]:
@@ -83,7 +100,7 @@ def _place(piece: Piece) -> tuple[int, bool]:
     return corner * dtype_bytes(piece.dst_spec.dtype), whole
 
 
-def _block(piece: Piece, tables: SourceTables, key: int, number: int) -> _Columns:
+def _block(piece: Piece, tables: SourceTables, key: int, number: int, offset: int) -> _Columns:
     """Return the landings of a piece of a tensor that is cut into several segments."""
     grid = tables.grid(piece.source, piece.src_spec)
     segments, chunk = touched(piece, grid)
@@ -95,7 +112,7 @@ def _block(piece: Piece, tables: SourceTables, key: int, number: int) -> _Column
     columns = np.empty((5, segments.size), np.int64)
     columns[_KEY] = key + segments.reshape(-1)
     columns[_STORAGE] = piece.dst_storage
-    columns[_OFFSET] = _place(piece)[0] + elements.reshape(-1) * dtype_bytes(piece.dst_spec.dtype)
+    columns[_OFFSET] = offset + elements.reshape(-1) * dtype_bytes(piece.dst_spec.dtype)
     columns[_PIECE] = number
     whole = fully_inside(piece, grid, chunk) & _lands_in_one_run(piece, grid, chunk)
     columns[_WHOLE] = np.broadcast_to(whole, segments.shape).reshape(-1)
@@ -123,7 +140,7 @@ def _scatters(
         if number not in grids:
             grids[number] = tables.grid(piece.source, piece.src_spec)
         first, _ = tables.segments(piece.source, piece.src_storage)
-        segment = (key & ((1 << _SOURCE_SHIFT) - 1)) - first
+        segment = (key & _SEGMENT_MASK) - first
         found.setdefault(read, []).append(_scatter(piece, *box_in_grid(piece.src_spec.shape, grids[number], segment)))
     return {read: tuple(scatters) for read, scatters in sorted(found.items())}
 

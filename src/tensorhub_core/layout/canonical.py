@@ -57,9 +57,7 @@ def _plain_numbers(spec: TensorSpec) -> TensorSpec:
     """Replace sizes of other integer types (torch.Size, numpy integers) by what msgpack can encode."""
     boxes = spec.boxes
     if boxes is not None:
-        boxes = tuple(
-            Box(box.logical, _ints(box.offset), _ints(box.shape), _ints(box.local_offset)) for box in boxes
-        )
+        boxes = tuple(Box(box.logical, _ints(box.offset), _ints(box.shape), _ints(box.local_offset)) for box in boxes)
     return TensorSpec(spec.name, spec.dtype, _ints(spec.shape), boxes)
 
 

@@ -155,9 +155,7 @@ def _check_disjoint(spec: TensorSpec, regions: list[Region], pairs_left: int) ->
     return pairs_left - pairs
 
 
-def _compare_pairs(
-    spec: TensorSpec, regions: list[Region], lo: _Ints, hi: _Ints, order: _Ints, later: _Ints
-) -> None:
+def _compare_pairs(spec: TensorSpec, regions: list[Region], lo: _Ints, hi: _Ints, order: _Ints, later: _Ints) -> None:
     ends = np.cumsum(later)
     for begin in range(0, int(ends[-1]), _PAIRS_AT_ONCE):
         pair = np.arange(begin, min(begin + _PAIRS_AT_ONCE, int(ends[-1])))

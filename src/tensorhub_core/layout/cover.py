@@ -53,6 +53,14 @@ class Cover:
                 break
         return parts, open_regions
 
+    def pick(self, holdings: Sequence[Holding], size_bytes: int) -> Holding:
+        """Return one of several holdings of the same region, all of which is needed."""
+        chosen = holdings[0]
+        if len(holdings) > 1:
+            chosen = min(holdings, key=lambda holding: (self._load[holding.source], self._turn[holding.source]))
+        self._load[chosen.source] += size_bytes
+        return chosen
+
     def _by_preference(self, need: Region, holdings: Sequence[Holding]) -> Sequence[Holding]:
         if len(holdings) == 1:
             return holdings

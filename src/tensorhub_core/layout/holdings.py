@@ -42,9 +42,7 @@ def is_plain(layout: Layout) -> bool:
     return all(spec.boxes is None for spec in layout.tensors)
 
 
-def index_sources(
-    sources: Sequence[Layout], wanted: Container[str], own: int | None
-) -> dict[str, list[Holding]]:
+def index_sources(sources: Sequence[Layout], wanted: Container[str], own: int | None) -> dict[str, list[Holding]]:
     """Return the holdings of every wanted logical tensor, by source, storage and box.
 
     Where source `own` has a tensor, the other sources' are left out: shards of plain layouts that use the same names

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
-import numpy as np
+from math import prod
 
 from tensorhub_core.errors import LayoutMismatch
+from tensorhub_core.layout.agree import conflicts, same_bytes
 from tensorhub_core.layout.checks import quote
 from tensorhub_core.layout.cover import Cover
 from tensorhub_core.layout.dtypes import dtype_bytes
 from tensorhub_core.layout.holdings import Holding, holdings_of, index_sources, is_plain
-from tensorhub_core.layout.pieces import Piece, SourceTables, fully_inside, piece_of, touched
-from tensorhub_core.layout.regions import Point, Region, is_empty
+from tensorhub_core.layout.pieces import Piece, SourceTables, piece_of
+from tensorhub_core.layout.regions import Region
 from tensorhub_core.layout.types import Layout
 
 MAX_MESSAGE_CHARS = 64 << 10
@@ -64,7 +64,7 @@ class _Matcher:
         pieces: list[Piece] = []
         for aliases in storages:
             pieces.extend(self._match_storage(aliases))
-        self._compare_copies(names)
+        self._compare_copies()
         self._find_extras()
         return pieces
 
@@ -99,7 +99,7 @@ class _Matcher:
             return []
         found = [self._match_tensor(wanted) for wanted in known]
         for wanted, pieces in zip(known[1:], found[1:], strict=True):
-            if pieces is not None and found[0] is not None and not self._same_bytes(found[0], pieces):
+            if pieces is not None and found[0] is not None and not same_bytes(found[0], pieces, self._tables):
                 self.differences.append(
                     f"tied: {_names(known[0])} and {_names(wanted)} share memory here, but the version does not "
                     "prove that their bytes are equal"
@@ -108,6 +108,8 @@ class _Matcher:
 
     def _match_tensor(self, wanted: list[Wanted]) -> list[Piece] | None:
         """Return the pieces of one tensor, or None after noting why there are none."""
+        if len(wanted) == 1 and self._is_whole(*wanted[0]):
+            return self._take_whole(*wanted[0])
         before = len(self.differences)
         pieces: list[Piece] = []
         for logical, region in wanted:
@@ -122,6 +124,22 @@ class _Matcher:
                 self.differences.append(f"gap in {quote(logical)}: the version does not hold {_regions(gaps)}")
             pieces.extend(piece_of(holding, part, region) for holding, part in parts)
         return pieces if len(self.differences) == before else None
+
+    def _is_whole(self, logical: str, region: Holding) -> bool:
+        """Tell whether a tensor is wanted exactly as every source that has it holds it."""
+        spec = region.spec
+        return spec.boxes is None and all(
+            each.spec.boxes is None and each.spec.shape == spec.shape and each.spec.dtype == spec.dtype
+            for each in self._index[logical]
+        )
+
+    def _take_whole(self, logical: str, region: Holding) -> list[Piece]:
+        spec, origin = region.spec, region.lo
+        size_bytes = prod(spec.shape) * dtype_bytes(spec.dtype)
+        if not size_bytes:
+            return []
+        held = self._cover.pick(self._index[logical], size_bytes)
+        return [Piece(held.source, held.storage, held.spec, origin, region.storage, spec, origin, spec.shape)]
 
     def _compare_kinds(self, region: Holding, held: list[Holding]) -> tuple[str, str] | None:
         """Return what differs in dtype or shape, or None."""
@@ -147,56 +165,14 @@ class _Matcher:
             have = tuple(map(max, end, spec.shape))
         return None if have == spec.shape else ("shape", f"registered {spec.shape}, the version has {have}")
 
-    def _same_bytes(self, ones: list[Piece], others: list[Piece]) -> bool:
-        """Tell whether two ways to fill one storage are proven to bring the same bytes to the same places."""
-        ones, others = (sorted(pieces, key=lambda piece: piece.dst_start) for pieces in (ones, others))
-        return len(ones) == len(others) and all(map(self._same_piece, ones, others))
-
-    def _same_piece(self, one: Piece, other: Piece) -> bool:
-        if one.dst_start != other.dst_start or one.shape != other.shape or one.src_start != other.src_start:
-            return False
-        if (one.source, one.src_storage) == (other.source, other.src_storage):
-            return True
-        return self._sums_agree(one, other, inside_only=False) is True
-
-    def _sums_agree(self, one: Piece, other: Piece, *, inside_only: bool) -> bool | None:
-        """Compare the checksums of two pieces' segments; None if they cannot be compared.
-
-        `inside_only` leaves out segments that also hold bytes outside of the pieces, which may differ.
-        """
-        sums = self._tables.sums
-        if sums is None or one.src_spec.shape != other.src_spec.shape or one.src_start != other.src_start:
-            return None
-        grid = self._tables.grid(one.source, one.src_spec)
-        if grid != self._tables.grid(other.source, other.src_spec) or one.src_spec.dtype != other.src_spec.dtype:
-            return None
-        first_one, _ = self._tables.segments(one.source, one.src_storage)
-        first_other, _ = self._tables.segments(other.source, other.src_storage)
-        number, chunk = touched(one, grid)
-        if inside_only:
-            number = number[:, fully_inside(one, grid, chunk)]
-        return bool(np.array_equal(sums[one.source][number + first_one], sums[other.source][number + first_other]))
-
-    def _compare_copies(self, names: set[str]) -> None:
+    def _compare_copies(self) -> None:
         """Refuse a version whose sources hold different bytes for one region of a logical tensor."""
-        for logical in sorted(names & self._index.keys()):
-            held = self._index[logical]
-            if len(held) < 2:
-                continue
-            first: dict[tuple[Point, ...], Holding] = {}
-            for holding in held:
-                region = (holding.lo, holding.hi)
-                model = first.setdefault((*region, holding.spec.shape, holding.local), holding)
-                if model is holding or is_empty(*region):
-                    continue
-                one, other = piece_of(model, region, model), piece_of(holding, region, holding)
-                if self._sums_agree(one, other, inside_only=True) is False:
-                    shards = [self._sources[each.source].shard for each in (model, holding)]
-                    self.differences.append(
-                        f"copies of {quote(logical)}: shards {shards[0]} and {shards[1]} of the version hold different "
-                        "bytes for one region; shards of a tensor must be registered with boxes"
-                    )
-                    break
+        for logical, one, other in sorted(conflicts(self._index, self._tables)):
+            shards = [self._sources[number].shard for number in (one, other)]
+            self.differences.append(
+                f"copies of {quote(logical)}: shards {shards[0]} and {shards[1]} of the version hold different bytes "
+                "for one region; parts of a tensor must be registered with boxes"
+            )
 
     def _find_extras(self) -> None:
         """Between plain layouts, note tensors of the version that the destination does not take."""

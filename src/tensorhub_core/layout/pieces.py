@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import sub
 
 import msgspec
 import numpy as np
@@ -37,8 +38,9 @@ class SourceTables:
     def __init__(self, sources: Sequence[Layout], sums: Sequence[NDArray[np.uint64]] | None) -> None:
         self.layouts = sources
         self.tables: list[SegmentTable] = [segment_table(layout) for layout in sources]
-        self.sums = sums
+        self.sums = None if sums is None else list(sums)
         self._firsts: list[list[int]] = [table.first.tolist() for table in self.tables]
+        self._grids: dict[tuple[int, int, Point], Grid] = {}
 
     def segments(self, source: int, storage: int) -> tuple[int, int]:
         """Return the number of the storage's first segment, and of its segments."""
@@ -47,12 +49,16 @@ class SourceTables:
 
     def grid(self, source: int, spec: TensorSpec) -> Grid:
         """Return how a source's tensor is cut into segments."""
-        return grid_of(spec.shape, dtype_bytes(spec.dtype), self.layouts[source].segment_bytes)
+        key = (self.layouts[source].segment_bytes, dtype_bytes(spec.dtype), spec.shape)
+        grid = self._grids.get(key)
+        if grid is None:
+            grid = self._grids[key] = grid_of(spec.shape, key[1], key[0])
+        return grid
 
 
 def piece_of(holding: Holding, part: Region, wanted: Holding) -> Piece:
     """Locate a part of a logical tensor on both sides; `wanted` is the destination's region of it."""
-    length = tuple(b - a for a, b in zip(*part, strict=True))
+    length = tuple(map(sub, part[1], part[0]))
     rank = max(len(holding.local), len(wanted.local))
     return Piece(
         holding.source,
@@ -62,12 +68,14 @@ def piece_of(holding: Holding, part: Region, wanted: Holding) -> Piece:
         wanted.storage,
         wanted.spec,
         _local(wanted, part[0]),
-        align(length, rank, 1),
+        length if len(length) == rank else align(length, rank, 1),
     )
 
 
 def _local(holding: Holding, point: Point) -> Point:
     """Convert logical to physical coordinates; the axes are aligned at the last one."""
+    if point == holding.lo:
+        return holding.local
     within = align(tuple(at - low for at, low in zip(point, holding.lo, strict=True)), len(holding.local), 0)
     return tuple(base + at for base, at in zip(holding.local, within, strict=True))
 

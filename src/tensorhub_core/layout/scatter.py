@@ -20,8 +20,8 @@ _ITEM_TYPES: dict[int, np.dtype[np.generic]] = {
 class Scatter:
     """Copy one box from a source segment to a destination storage, all in elements.
 
-    `dst_start` [destination axes] is in the destination storage's tensor, `src_start` [source axes] in the
-    segment's own box. `shape` has the longer of the two ranks; the shorter one is aligned at the last axis, as numpy broadcasts.
+    `dst_start` [destination axes] is in the destination storage's tensor, `src_start` [source axes] in the segment's
+    own box. `shape` has the longer of the two ranks; the shorter one is aligned at the last axis, as in numpy.
     """
 
     storage: int

@@ -73,28 +73,24 @@ def grid_of(shape: tuple[int, ...], item_bytes: int, segment_bytes: int) -> Grid
 
 def segment_table(layout: Layout) -> SegmentTable:
     """Number the layout's segments in canonical order: by storage, then by offset."""
-    tensors, limit = layout.tensors, layout.segment_bytes
-    sizes = [prod(tensors[group[0]].shape) * dtype_bytes(tensors[group[0]].dtype) for group in layout.storages]
-    counts = [1 if size else 0 for size in sizes]
-    cut: list[tuple[int, Grid]] = []
-    for storage, size in enumerate(sizes):
-        if size > limit:
-            spec = tensors[layout.storages[storage][0]]
-            grid = grid_of(spec.shape, dtype_bytes(spec.dtype), limit)
-            counts[storage] = grid.segments
-            cut.append((storage, grid))
-    first = np.zeros(len(sizes) + 1, np.int64)
-    np.cumsum(np.array(counts, np.int64), out=first[1:])
-    storages = np.repeat(np.arange(len(sizes), dtype=np.int32), counts)
-    offsets = np.zeros(len(storages), np.uint64)
-    lengths = np.array(sizes, np.uint64)[storages]
-    for storage, grid in cut:
-        run = slice(int(first[storage]), int(first[storage + 1]))
-        span = sizes[storage] // grid.outer
-        starts = np.arange(grid.chunks, dtype=np.uint64) * np.uint64(grid.rows * grid.slab_bytes)
-        offsets[run] = (np.arange(grid.outer, dtype=np.uint64)[:, None] * np.uint64(span) + starts).reshape(-1)
-        lengths[run] = np.tile(np.diff(starts, append=np.uint64(span)), grid.outer)
-    return SegmentTable(storages, offsets, lengths, first)
+    grids: list[tuple[int, int, int, int]] = []
+    for group in layout.storages:
+        spec = layout.tensors[group[0]]
+        size = prod(spec.shape) * dtype_bytes(spec.dtype)
+        if size <= layout.segment_bytes:
+            grids.append((min(size, 1), 1, size, size))
+        else:
+            grid = grid_of(spec.shape, dtype_bytes(spec.dtype), layout.segment_bytes)
+            grids.append((grid.segments, grid.chunks, grid.rows * grid.slab_bytes, size // grid.outer))
+    counts, chunks, step, span = np.array(grids, np.int64).reshape(-1, 4).T
+    first = np.zeros(len(grids) + 1, np.int64)
+    np.cumsum(counts, out=first[1:])
+    storage = np.repeat(np.arange(len(grids)), counts)
+    outer, chunk = np.divmod(np.arange(len(storage)) - first[storage], chunks[storage])
+    start = chunk * step[storage]
+    length = np.minimum(step[storage], span[storage] - start)
+    offset = outer * span[storage] + start
+    return SegmentTable(storage.astype(np.int32), offset.astype(np.uint64), length.astype(np.uint64), first)
 
 
 def segment_box(layout: Layout, table: SegmentTable, index: int) -> Segment:
