@@ -110,7 +110,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
                 break
             except OSError:
                 if not said:
-                    print(f"waiting for another process that makes {what} ...", flush=True)
+                    print(f"waiting for another process that makes {what} ...", file=sys.stderr, flush=True)
                     said = True
                 if time.monotonic() - started > _LOCK_TIMEOUT_S:
                     raise SetupError(f"another process has held {path} for an hour: is it stuck?") from None
@@ -122,14 +122,16 @@ def _marker(folder: Path) -> Path:
     return folder / "tensorhub-ready.json"
 
 
-def _is_ready(folder: Path, key: str) -> bool:
+def is_ready(folder: Path, key: str) -> bool:
+    """Tell whether `folder` was made whole, under this key."""
     try:
         return bool(json.loads(_marker(folder).read_text(encoding="utf-8"))["key"] == key)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def _mark_ready(folder: Path, key: str) -> None:
+def mark_ready(folder: Path, key: str) -> None:
+    """Say that `folder` is whole; the last step of making it."""
     temporary = _marker(folder).with_suffix(".tmp")
     temporary.write_text(json.dumps({"key": key}), encoding="utf-8")
     temporary.replace(_marker(folder))
@@ -175,25 +177,25 @@ def make_core() -> None:
         packages_key = _hash(str(RECIPE), *requirements(lock), str(ROOT))
         projects = [ROOT, *(ROOT / "integrations" / name for name in _ADAPTERS)]
         key = _hash(packages_key, *(_read(project / "pyproject.toml") for project in projects))
-        if _is_ready(folder, key):
+        if is_ready(folder, key):
             return
         python = folder / "bin" / "python"
         log = ROOT / ".envs" / "core.log"
         packages = folder / "lib"
-        if not _is_ready(packages, packages_key):
+        if not is_ready(packages, packages_key):
             base = find_python(("3.11", "3.12", "3.13", "3.10"), "TensorHub")
-            print(f"making the core environment {folder} with {base}", flush=True)
+            print(f"making the core environment {folder} with {base}", file=sys.stderr, flush=True)
             shutil.rmtree(folder, ignore_errors=True)
             _require_space(ROOT, 3 << 30, "the core environment")
             log.unlink(missing_ok=True)
             _run([str(base), "-m", "venv", str(folder)], "python -m venv failed")
             _install_lock(python, lock, log)
-            _mark_ready(packages, packages_key)
+            mark_ready(packages, packages_key)
         _install_editable(python, python, projects, log)
         _run([str(python), "-m", "pip", "check"], "the core lock is not complete")
         _run([str(python), "-c", _CORE_CHECK], "the core environment does not work")
-        _mark_ready(folder, key)
-        print(f"core environment ready: {python}", flush=True)
+        mark_ready(folder, key)
+        print(f"core environment ready: {python}", file=sys.stderr, flush=True)
 
 
 def _read(path: Path) -> str:
@@ -218,7 +220,7 @@ def make_engine(engine: Engine) -> None:
         projects = [ROOT, ROOT / "integrations" / engine.name]
         key = _hash(str(cached), str(ROOT), *(_read(project / "pyproject.toml") for project in projects))
         folder = ROOT / ".envs" / engine.name
-        if _is_ready(folder, key):
+        if is_ready(folder, key):
             return
         shutil.rmtree(folder, ignore_errors=True)
         _run([str(cached / "bin" / "python"), "-m", "venv", "--without-pip", str(folder)], "python -m venv failed")
@@ -230,8 +232,8 @@ def make_engine(engine: Engine) -> None:
             _write_script(folder / "bin" / script, python, target)
         adapter = f"import tensorhub_core, tensorhub_{engine.name}"
         _run([str(python), "-c", adapter], f"the {engine.name} environment does not work")
-        _mark_ready(folder, key)
-        print(f"{engine.name} environment ready: {python}", flush=True)
+        mark_ready(folder, key)
+        print(f"{engine.name} environment ready: {python}", file=sys.stderr, flush=True)
 
 
 def _make_cached(engine: Engine) -> Path:
@@ -240,14 +242,14 @@ def _make_cached(engine: Engine) -> Path:
     stubs = sorted((TOOLS / "stubs" / engine.name).glob("METADATA"))
     key = _hash(str(RECIPE), *requirements(lock), *(_read(stub) for stub in stubs), *engine.pythons, platform.machine())
     folder = cache_folder() / f"{engine.name}-{key}"
-    if _is_ready(folder, key):
+    if is_ready(folder, key):
         return folder
     with locked(folder.with_suffix(".lock"), f"the packages for {engine.name}"):
-        if _is_ready(folder, key):
+        if is_ready(folder, key):
             return folder
         base = find_python(engine.pythons, f"The {engine.name} environment")
         _require_space(folder.parent, engine.needed_bytes, f"the {engine.name} environment")
-        print(f"making {folder} with {base}: this happens once, and takes some minutes", flush=True)
+        print(f"making {folder} with {base}: this happens once, and takes some minutes", file=sys.stderr, flush=True)
         shutil.rmtree(folder, ignore_errors=True)
         log = folder.with_suffix(".log")
         log.unlink(missing_ok=True)
@@ -256,9 +258,9 @@ def _make_cached(engine: Engine) -> Path:
         _install_lock(python, lock, log)
         for stub in stubs:
             _install_stub(stub, _site_packages(python))
-        print("  check that it works", flush=True)
+        print("  check that it works", file=sys.stderr, flush=True)
         _run([str(python), "-c", engine.check], f"the {engine.name} packages do not work together")
-        _mark_ready(folder, key)
+        mark_ready(folder, key)
     return folder
 
 

@@ -33,7 +33,7 @@ def render() -> str:
         "<!-- Written by tools/gen_protocol.py from the sources; change those and run `make docs`. -->",
         _text(messages.__doc__ or "").replace(" `docs/protocol.md` is generated from here.", ""),
         f"This is protocol version **{messages.PROTOCOL}**. Peers of different versions do not understand each other:"
-        " the server answers `Failure(protocol_mismatch)` under its own version, and both sides raise `ProtocolMismatch`.",
+        " the server answers `Failure(protocol_mismatch)` under its own version, both sides raise `ProtocolMismatch`.",
         "## Frames",
         _text(codec.__doc__ or ""),
         f"A message has at most {codec.MAX_MESSAGE_BYTES >> 20} MiB; ZeroMQ closes the connection of a peer that sends"

@@ -52,9 +52,9 @@ def _watch(process: subprocess.Popen[bytes], log: Path, offset: int, title: str,
             seen, moved_at = size, now
         if now - moved_at > _STALL_S:
             raise SetupError(f"pip printed nothing for {_STALL_S:.0f} s while it was to {title} (log: {log})")
-        if sys.stdout.isatty() or now - reported >= _REPORT_EVERY_S:
+        if sys.stderr.isatty() or now - reported >= _REPORT_EVERY_S:
             reported = now
-            _line(f"  {title}: {_stage(log, offset, count)}, {now - started:.0f} s", final=not sys.stdout.isatty())
+            _line(f"  {title}: {_stage(log, offset, count)}, {now - started:.0f} s", final=not sys.stderr.isatty())
 
 
 def _stage(log: Path, offset: int, count: int) -> str:
@@ -72,10 +72,10 @@ def _read(log: Path, offset: int) -> str:
 
 
 def _line(text: str, *, final: bool) -> None:
-    if sys.stdout.isatty():
-        print(f"\r\033[K{text}", end="\n" if final else "", flush=True)
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="\n" if final else "", file=sys.stderr, flush=True)
     else:
-        print(text, flush=True)
+        print(text, file=sys.stderr, flush=True)
 
 
 def _tail(log: Path, offset: int, lines: int = 30) -> str:
