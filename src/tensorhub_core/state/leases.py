@@ -77,6 +77,20 @@ def drop_copy(s: Step, copy: Copy, reason: str) -> None:
     for lease_id in sorted(copy.leases):
         revoke_lease(s, lease_id, reason)
     copy.leases.clear()
+    unbind_manifest(s, s.model(holder), copy)
+
+
+def unbind_manifest(s: Step, model: ModelState, copy: Copy) -> None:
+    """Let go of the first manifest of a version that never was whole once nobody holds those bytes any more."""
+    record = model.versions.get(copy.key)
+    if record is None or record.was_whole:
+        return
+    layout = copy.memory.layout
+    others = (c for c in s.state.copies.values() if c.key == copy.key and s.holder(c).model == model.name)
+    if not any(c.memory.layout == layout for c in others):
+        record.manifests.pop(layout, None)
+    if not record.manifests:
+        del model.versions[copy.key]
 
 
 def add_copy(s: Step, worker: Worker, copy: Copy) -> None:

@@ -10,7 +10,7 @@ from tensorhub_core.state.leases import drop_copy, end_lease, revoke_lease
 from tensorhub_core.state.messages import PROTOCOL, Hello, Ok, Register, Superseded, Welcome
 from tensorhub_core.state.records import CopyState, Group, ModelState, Registration, Worker
 from tensorhub_core.state.rounds import abort
-from tensorhub_core.state.versions import bind_manifest, current_epoch, put_copy, show
+from tensorhub_core.state.versions import current_epoch, put_copy, show
 
 _RETIRED_TOKENS = 64
 
@@ -169,7 +169,6 @@ def take_back(s: Step, worker: Worker, m: Hello) -> None:
         s.log("warning", f"{worker.replica}/{worker.shard} holds other bytes of version {show(key)}: not offered")
         return
     worker.memory = memory
-    bind_manifest(s, worker, key, memory.layout, Digest(held.sums), memory.total_bytes)
     put_copy(s, worker, key, memory, Digest(held.sums))
 
 

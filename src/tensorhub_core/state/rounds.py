@@ -128,7 +128,7 @@ def keep_promise(s: Step, group: Group, current: Round) -> None:
     """Answer the shards that joined late; one that lost its sources before it joined is leased others at once."""
     for worker in s.members(group):
         joined = current.joined.get(worker.shard)
-        if joined is not None and joined.join_request is None:
+        if worker.suspected or (joined is not None and joined.join_request is None):
             continue
         if not leases_stand(s, current, worker.shard):
             for lease_id in current.leases.pop(worker.shard, []):

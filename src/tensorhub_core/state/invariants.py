@@ -1,0 +1,142 @@
+"""What must hold after every step of the server machine; each check names its law.
+
+Used by tests after every step, and for debugging. Returns texts instead of raising, so that all broken ones are seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from tensorhub_core.ids import CopyId
+from tensorhub_core.state.records import CopyState, Group, ModelState, ServerState
+
+
+def check(state: ServerState) -> list[str]:
+    """Return every invariant that does not hold, with its witness; empty when all is well."""
+    return [f"{law.__name__}: {witness}" for law in LAWS for witness in law(state)]
+
+
+def references_agree(state: ServerState) -> Iterator[str]:
+    """Leases, copies, workers, sessions and blobs refer to each other both ways."""
+    for lease in state.leases.values():
+        if lease.reader not in state.workers or lease.id not in state.workers[lease.reader].leases:
+            yield f"lease {lease.id} has no reader"
+        if lease.copy not in state.copies or lease.id not in state.copies[lease.copy].leases:
+            yield f"lease {lease.id} has no copy"
+    for copy in state.copies.values():
+        if copy.worker not in state.workers or state.workers[copy.worker].copy is not copy:
+            yield f"copy {copy.id} has no holder"
+        if not copy.leases <= state.leases.keys():
+            yield f"copy {copy.id} has a dead lease"
+        if (copy.state is CopyState.DRAINING) != (copy.id in state.draining):
+            yield f"copy {copy.id} is {copy.state} but draining={copy.id in state.draining}"
+    for worker in state.workers.values():
+        if state.sessions.get(worker.session) != worker.id or not worker.leases <= state.leases.keys():
+            yield f"worker {worker.id} has a dead session or lease"
+    if state.blob_bytes != sum(len(entry.data) for entry in state.blobs.values()):
+        yield f"{state.blob_bytes} blob bytes are not the sum of the blobs"
+
+
+def l2_one_promise_per_round(state: ServerState) -> Iterator[str]:
+    """All leases of a round are on copies of its one promised version; a replica has one open round."""
+    for group in _groups(state):
+        if sum(r.verdict is None for r in group.rounds.values()) > 1:
+            yield f"{group.replica} has two open rounds"
+        for current in group.rounds.values():
+            for lease in (state.leases.get(i) for leases in current.leases.values() for i in leases):
+                if lease is not None and state.copies[lease.copy].key != current.key:
+                    yield f"{group.replica} round {current.number} reads {state.copies[lease.copy].key}"
+
+
+def l3_leases_belong_to_open_rounds(state: ServerState) -> Iterator[str]:
+    """A lease lives only as long as the round it was granted for."""
+    for lease in state.leases.values():
+        reader = state.workers[lease.reader]
+        group = state.models[reader.model].groups[reader.replica]
+        current = group.rounds.get(lease.round)
+        if current is None or current.verdict is not None or lease.id not in current.leases.get(reader.shard, []):
+            yield f"lease {lease.id} of {group.replica}/{reader.shard} has no open round"
+
+
+def l4_suspected_workers_read_nothing(state: ServerState) -> Iterator[str]:
+    """A silent worker holds no lease."""
+    for worker in state.workers.values():
+        if worker.suspected and worker.leases:
+            yield f"{worker.id} is suspected and holds leases"
+
+
+def l8_one_worker_per_place(state: ServerState) -> Iterator[str]:
+    """Every place is held by one living worker of the right model, replica and shard."""
+    for group in _groups(state):
+        for shard, worker_id in group.members.items():
+            worker = state.workers.get(worker_id)
+            if worker is None or (worker.replica, worker.shard) != (group.replica, shard):
+                yield f"{group.replica}/{shard} is held by {worker_id}"
+
+
+def l10_high_is_the_highest_whole_version(state: ServerState) -> Iterator[str]:
+    """Nothing that was ever whole is above `high`."""
+    for model in state.models.values():
+        for key, record in model.versions.items():
+            if record.was_whole and (model.high is None or key > model.high):
+                yield f"{model.name}: {key} was whole, high is {model.high}"
+
+
+def l12_first_manifest_binds(state: ServerState) -> Iterator[str]:
+    """Every offered copy has the sums its version's first manifest has for the layout."""
+    for copy in state.copies.values():
+        if copy.state not in (CopyState.PUBLISHED, CopyState.DRAINING):
+            continue
+        record = _model_of(state, copy.worker).versions.get(copy.key)
+        if record is None or record.manifests.get(copy.memory.layout) != copy.sums:
+            yield f"copy {copy.id} of {copy.key} differs from its manifest"
+
+
+def l13_filling_needs_a_round(state: ServerState) -> Iterator[str]:
+    """Memory counts as filling only while its round is open."""
+    for copy in state.copies.values():
+        if copy.state is not CopyState.FILLING:
+            continue
+        worker = state.workers[copy.worker]
+        current = _model_of(state, copy.worker).groups[worker.replica].open_round()
+        if current is None or current.key != copy.key or worker.shard not in current.joined:
+            yield f"copy {copy.id} fills without a round"
+
+
+def l14_no_circles(state: ServerState) -> Iterator[str]:
+    """Following sources never leads back."""
+    for copy in state.copies.values():
+        seen: set[CopyId] = set()
+        ahead = [copy.id]
+        while ahead:
+            here = state.copies[ahead.pop()]
+            if here.id in seen:
+                continue
+            seen.add(here.id)
+            if here.state is CopyState.FILLING:
+                follows = [state.leases[i].copy for i in state.workers[here.worker].leases]
+                if copy.id in follows:
+                    yield f"copy {copy.id} follows itself"
+                ahead += follows
+
+
+def _groups(state: ServerState) -> Iterator[Group]:
+    for model in state.models.values():
+        yield from model.groups.values()
+
+
+def _model_of(state: ServerState, worker: str) -> ModelState:
+    return state.models[next(w.model for w in state.workers.values() if w.id == worker)]
+
+
+LAWS: tuple[Callable[[ServerState], Iterator[str]], ...] = (
+    references_agree,
+    l2_one_promise_per_round,
+    l3_leases_belong_to_open_rounds,
+    l4_suspected_workers_read_nothing,
+    l8_one_worker_per_place,
+    l10_high_is_the_highest_whole_version,
+    l12_first_manifest_binds,
+    l13_filling_needs_a_round,
+    l14_no_circles,
+)

@@ -1,0 +1,133 @@
+"""Break one promise of the server machine at a time: the random worlds must notice each (else they prove nothing)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tensorhub_core.state import leases, machine, membership, reads, rounds, sourcing, versions
+from tests.sim.world import World
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def withdraw_at_once(patch: pytest.MonkeyPatch) -> None:
+    """L3: a copy is withdrawn although it is leased."""
+
+    def drains(s: leases.Step) -> None:
+        for copy_id in sorted(s.state.draining):
+            holder = s.holder(s.state.copies[copy_id])
+            request, holder.unpublish_request = holder.unpublish_request, None
+            for lease in sorted(s.state.copies[copy_id].leases):
+                s.state.copies[copy_id].leases.discard(lease)
+            s.state.draining.discard(copy_id)
+            s.state.copies.pop(copy_id)
+            holder.copy = None
+            if request is not None:
+                s.reply(holder, request, leases.Ok())
+
+    patch.setattr(machine, "settle_drains", drains)
+
+
+def done_is_not_checked(patch: pytest.MonkeyPatch) -> None:
+    """L4: bytes count although the leases did not stand."""
+    patch.setattr(reads, "leases_stand", lambda s, current, shard: True)
+
+
+def suspected_keep_leases(patch: pytest.MonkeyPatch) -> None:
+    """L4: a silent reader keeps its leases."""
+    patch.setattr(membership, "suspect", lambda s, worker: setattr(worker, "suspected", True))
+
+
+def half_versions_are_whole(patch: pytest.MonkeyPatch) -> None:
+    """L1: a version is offered before all its shards are published."""
+
+    def offered(s: sourcing.Step, model: object, key: object, promised: bool) -> list[tuple[object, list[object]]]:
+        found = []
+        for group in s.state.models["policy"].groups.values():  # type: ignore[index]
+            copies = [w.copy for w in s.members(group) if w.copy is not None and w.copy.key == key]
+            if copies:
+                found.append((group, copies))
+        return found  # type: ignore[return-value]
+
+    patch.setattr(sourcing, "offered_groups", offered)
+
+
+def promise_may_change(patch: pytest.MonkeyPatch) -> None:
+    """L2: a shard that joins late gets what is latest then."""
+    told = rounds.tell_promise
+
+    def tell(s: rounds.Step, worker: rounds.Worker, current: rounds.Round) -> None:
+        current.key = versions.latest(s.model(worker)) or current.key
+        told(s, worker, current)
+
+    patch.setattr(rounds, "tell_promise", tell)
+
+
+def commit_shard_by_shard(patch: pytest.MonkeyPatch) -> None:
+    """L13: a shard is told that it committed before the others are done."""
+    original = reads.done
+
+    def done(s: reads.Step, worker: reads.Worker, request: int, m: reads.Done) -> None:
+        original(s, worker, request, m)
+        current = s.group(worker).rounds.get(m.round)
+        joined = None if current is None else current.joined.get(worker.shard)
+        if joined is not None and joined.done_request == request:
+            s.push(worker, reads.Committed(m.round, True))
+
+    patch.setattr(reads, "done", done)
+
+
+def circles(patch: pytest.MonkeyPatch) -> None:
+    """L14: readers may follow each other."""
+    patch.setattr(sourcing, "depth_of", lambda s, copy, reader, seen=frozenset(): 0)
+
+
+def unverified_prefixes(patch: pytest.MonkeyPatch) -> None:
+    """L12: an unfinished copy offers more than it has verified."""
+    original = reads.filling
+
+    def filling(s: reads.Step, worker: reads.Worker, request: int, m: reads.Filling) -> None:
+        original(s, worker, request, m)
+        if worker.copy is not None and worker.copy.state is reads.CopyState.FILLING:
+            worker.copy.prefix = 1
+
+    patch.setattr(reads, "filling", filling)
+
+
+def manifests_do_not_bind(patch: pytest.MonkeyPatch) -> None:
+    """L12: a version may have other bytes than its first manifest."""
+
+    def put(*args: object, **kwargs: object) -> None:
+        original(*args, **kwargs)  # type: ignore[arg-type]
+        args[1].copy.sums = b"other"  # type: ignore[attr-defined]
+
+    original = versions.put_copy
+    patch.setattr(versions, "put_copy", put)
+
+
+MUTANTS: list[Patch] = [
+    withdraw_at_once,
+    done_is_not_checked,
+    suspected_keep_leases,
+    half_versions_are_whole,
+    promise_may_change,
+    commit_shard_by_shard,
+    circles,
+    unverified_prefixes,
+    manifests_do_not_bind,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_the_worlds_notice(mutant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant(monkeypatch)
+    for seed in range(150):
+        world = World(seed, *[(2, 2, 1), (3, 1, 2), (4, 1, 1)][seed % 3], checksums=seed % 2 == 0)
+        try:
+            for _ in range(3_000):
+                world.advance()
+        except (AssertionError, KeyError):
+            return
+    pytest.fail("no world noticed")

@@ -1,0 +1,326 @@
+"""A random world around the real machine: trainers and readers with byte-accurate memory, slow networks, pauses, deaths.
+
+Every worker holds `SEGMENTS` cells; a cell is what was last written there: (version, shard) or garbage. A read copies
+cells from the source's memory as it is at that moment. The world knows the truth, the machine does not: whatever a
+group believes to have committed has to be in its cells.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from tensorhub_core.ids import SessionId
+from tensorhub_core.state.events import Received, Send, Tick
+from tensorhub_core.state.invariants import check
+from tensorhub_core.state.machine import MachineConfig, ServerState, step
+from tensorhub_core.state.messages import (
+    Announce,
+    Committed,
+    Discard,
+    Done,
+    Failure,
+    Filling,
+    Heartbeat,
+    Hello,
+    JoinRound,
+    LeaseFailure,
+    LeaseLost,
+    LeaveRound,
+    NothingNewer,
+    Ok,
+    Promise,
+    Publish,
+    PutBlob,
+    Register,
+    Relocate,
+    Reply,
+    Request,
+    RoundAborted,
+    Source,
+    SourceProgress,
+    Superseded,
+    UnknownSession,
+    Unpublish,
+    Welcome,
+)
+from tests.sim.hub import digest
+
+SEGMENTS = 2
+Cell = tuple[int, int] | None
+
+
+@dataclass
+class Life:
+    """One process life: its memory, its mailboxes, and what it believes."""
+
+    session: SessionId
+    replica: str
+    shard: int
+    num_shards: int
+    is_trainer: bool
+    cells: list[Cell] = field(default_factory=lambda: [None] * SEGMENTS)
+    outbox: deque[tuple[int, Request]] = field(default_factory=deque)
+    inbox: deque[tuple[int, Reply]] = field(default_factory=deque)
+    requests: dict[int, Request] = field(default_factory=dict)
+    next_request: int = 1
+    phase: str = "new"
+    published: int | None = None
+    round: int = 0
+    promised: tuple[int, int] | None = None
+    source: Source | None = None
+    readable: int = 0
+    verified: int = 0
+    alive: bool = True
+    paused_until: float = 0.0
+
+    def ask(self, message: Request) -> None:
+        """Put a request on the wire."""
+        self.requests[self.next_request] = message
+        self.outbox.append((self.next_request, message))
+        self.next_request += 1
+
+
+def sums(number: int, shard: int) -> bytes:
+    """Return the checksums of a version's shard."""
+    return b"sums %d %d" % (number, shard)
+
+
+class World:
+    """One run: `advance()` takes one random step and checks everything."""
+
+    def __init__(self, seed: int, readers: int = 2, shards: int = 2, trainers: int = 1, checksums: bool = True) -> None:
+        self.checksums = checksums
+        self.outcomes: dict[tuple[str, int], set[str]] = {}
+        self.chance = random.Random(seed)
+        self.now = 0.0
+        self.state = ServerState.new(MachineConfig(server_epoch=1, join_timeout_s=8.0), 0.0)
+        self.lives: list[Life] = []
+        self.by_session: dict[SessionId, Life] = {}
+        self.commits = 0
+        self.born = 0
+        self.shards = shards
+        for t in range(trainers):
+            for k in range(shards):
+                self.birth(f"trainer{t}", k, True)
+        for r in range(readers):
+            for k in range(shards):
+                self.birth(f"reader{r}", k, False)
+
+    def birth(self, replica: str, shard: int, is_trainer: bool) -> None:
+        """Start a process."""
+        self.born += 1
+        life = Life(SessionId(b"s%d" % self.born), replica, shard, self.shards, is_trainer)
+        self.lives.append(life)
+        self.by_session[life.session] = life
+        life.ask(Hello(1, f"t{self.born}", "policy", replica, shard, self.shards))
+        layout, placement = b"layout %d" % shard, b"placement %d" % self.born
+        life.ask(PutBlob(digest(layout), layout))
+        life.ask(PutBlob(digest(placement), placement))
+        life.ask(Register(digest(layout), digest(placement), 200, SEGMENTS))
+
+    def feed(self, event: Received | Tick) -> None:
+        """Step the machine and check its invariants."""
+        self.state, effects = step(self.state, event, self.now)
+        broken = check(self.state)
+        assert not broken, broken
+        for effect in effects:
+            if isinstance(effect, Send) and (life := self.by_session.get(effect.session)) is not None and life.alive:
+                life.inbox.append((effect.request, effect.message))
+
+    def advance(self) -> None:
+        """Take one random step."""
+        draw = self.chance.random()
+        if draw < 0.02:
+            self.now += self.chance.choice([0.05, 0.2, 0.5])
+            for life in self.lives:
+                if not life.outbox and self.now >= life.paused_until:
+                    life.ask(Heartbeat())
+            self.feed(Tick())
+        elif draw < 0.022:
+            self.disturb()
+        else:
+            life = self.chance.choice(self.lives)
+            if self.now < life.paused_until:
+                return
+            if life.outbox and (not life.inbox or self.chance.random() < 0.5):
+                request, message = life.outbox.popleft()
+                self.feed(Received(life.session, request, message))
+            elif life.inbox:
+                self.hear(life, *life.inbox.popleft())
+            elif life.alive:
+                self.act(life)
+        self.check_leases()
+
+    def disturb(self) -> None:
+        """Kill, replace or pause somebody."""
+        life = self.chance.choice([x for x in self.lives if x.alive])
+        if self.chance.random() < 0.5:
+            life.paused_until = self.now + self.chance.choice([1.0, 6.0, 20.0])
+            return
+        life.alive = False
+        life.outbox.clear()
+        self.lives.remove(life)
+        self.birth(life.replica, life.shard, life.is_trainer)
+
+    def act(self, life: Life) -> None:
+        """Let a worker do the next thing on its own account."""
+        if life.phase == "idle" and life.is_trainer:
+            group = [x for x in self.lives if x.replica == life.replica]
+            number = self.next_number(group)
+            life.cells = [(number, life.shard)] * SEGMENTS
+            life.ask(PutBlob(digest(sums(number, life.shard)), sums(number, life.shard)))
+            life.ask(Publish(number, digest(sums(number, life.shard))))
+            life.phase, life.promised = "publishing", (1, number)
+        elif life.phase == "published" and self.chance.random() < 0.1:
+            if life.is_trainer:
+                life.ask(Unpublish())
+                life.phase = "draining"
+            else:
+                life.ask(JoinRound(life.round, None, "update", (1, life.published or 0)))
+                life.phase = "joining"
+        elif life.phase == "idle":
+            life.ask(JoinRound(life.round))
+            life.phase = "joining"
+        elif life.phase == "reading":
+            self.read(life)
+        elif life.phase in ("joining", "done") and self.chance.random() < 0.01:
+            life.ask(LeaveRound(life.round, "deadline_exceeded", "out of patience"))
+
+    def next_number(self, group: list[Life]) -> int:
+        """Return the number a trainer's group publishes next; all its shards agree on it."""
+        numbers = sorted((x.promised or (0, 0))[1] for x in group)
+        if numbers[0] < numbers[-1]:
+            return numbers[-1]
+        return max([numbers[-1], *(x.promised[1] for x in self.lives if x.promised)]) + 1
+
+    def read(self, life: Life) -> None:
+        """Read one more segment, as it is in the source's memory now."""
+        assert life.source is not None
+        assert life.promised is not None
+        if life.verified == SEGMENTS:
+            life.ask(PutBlob(digest(sums(life.promised[1], life.shard)), sums(life.promised[1], life.shard)))
+            life.ask(Done(life.round, digest(sums(life.promised[1], life.shard))))
+            life.phase = "done"
+            return
+        if life.verified >= life.readable:
+            return
+        holder = self.holder(life.source)
+        cell = None if holder is None else holder.cells[life.verified]
+        wrong = self.checksums and cell != (life.promised[1], life.shard)
+        if holder is None or not holder.alive or wrong:
+            kind = "lost" if holder is None or not holder.alive else "corrupt"
+            life.ask(Relocate(life.round, (LeaseFailure(life.source.lease, kind),)))
+            life.phase = "relocating"
+            return
+        life.cells[life.verified] = cell
+        life.verified += 1
+        life.ask(Announce(life.round, life.verified))
+
+    def holder(self, source: Source) -> Life | None:
+        """Return whose memory a source is."""
+        worker = next((w for w in self.state.workers.values() if w.id == source.worker), None)
+        return None if worker is None else self.by_session[worker.session]
+
+    def hear(self, life: Life, request: int, message: Reply) -> None:
+        """Let a worker take a message in."""
+        asked = life.requests.pop(request, None)
+        if isinstance(message, Welcome):
+            life.round, life.phase = message.next_round, "idle"
+        elif isinstance(message, (Superseded, UnknownSession)):
+            if life in self.lives and life.alive:
+                life.alive = False
+                life.outbox.clear()
+                self.lives.remove(life)
+                if isinstance(message, UnknownSession):
+                    self.birth(life.replica, life.shard, life.is_trainer)
+        elif isinstance(message, Promise) and life.phase in ("joining", "relocating"):
+            self.begin(life, message)
+        elif isinstance(message, Discard) and life.phase == "done":
+            life.verified, life.phase, life.source = 0, "reading", message.sources[0]
+            life.readable = SEGMENTS if message.sources[0].whole else message.sources[0].prefix
+        elif isinstance(message, NothingNewer) and life.phase == "joining":
+            life.round, life.phase = life.round + 1, "published"
+        elif isinstance(message, Committed) and life.phase == "done":
+            assert life.promised is not None
+            assert life.cells == [(life.promised[1], life.shard)] * SEGMENTS, "committed what it does not hold"
+            life.published, life.phase = life.promised[1], "published"
+            self.note_outcome(life, "committed")
+            life.round += 1
+            self.commits += 1
+        elif isinstance(message, SourceProgress) and life.source is not None and message.lease == life.source.lease:
+            life.readable = SEGMENTS if message.whole else max(life.readable, message.prefix)
+        elif isinstance(message, LeaseLost):
+            if life.source is not None and message.lease == life.source.lease and life.phase == "reading":
+                life.ask(Relocate(life.round, (LeaseFailure(message.lease, "lost"),)))
+                life.phase = "relocating"
+        elif isinstance(message, RoundAborted) and message.round == life.round:
+            self.end_round(life)
+        elif isinstance(asked, Publish):
+            published = not isinstance(message, Failure)
+            life.phase = "published" if published else "idle"
+            assert life.promised is not None
+            life.published = life.promised[1] if published else None
+        elif isinstance(asked, Filling) and isinstance(message, Ok) and life.phase == "opening":
+            life.cells, life.phase = [None] * SEGMENTS, "reading"
+        elif isinstance(asked, Unpublish) and isinstance(message, Ok):
+            self.withdrawn(life)
+        elif isinstance(message, Failure) and isinstance(asked, (JoinRound, Done, Relocate, Filling)):
+            if getattr(asked, "round", None) == life.round:
+                self.end_round(life)
+
+    def begin(self, life: Life, promise: Promise) -> None:
+        """Begin or go on to read what was promised, after the old copy is withdrawn."""
+        if life.phase == "joining" or not self.checksums:
+            life.verified = 0
+        if life.phase == "joining":
+            life.promised = (promise.epoch, promise.number)
+        assert life.promised == (promise.epoch, promise.number), "a round's promise has changed"
+        life.source = promise.sources[0]
+        life.readable = SEGMENTS if life.source.whole else life.source.prefix
+        if life.phase == "joining" and life.published is not None:
+            life.ask(Unpublish())
+            life.phase = "withdrawing"
+            return
+        if life.phase == "joining":
+            life.ask(Filling(life.round))
+            life.phase = "opening"
+            return
+        life.phase = "reading"
+
+    def withdrawn(self, life: Life) -> None:
+        """Overwrite memory: nobody may be reading it any more."""
+        life.published = None
+        if life.is_trainer:
+            life.cells, life.phase = [(-self.born, 0)] * SEGMENTS, "idle"
+        elif life.phase == "withdrawing":
+            life.phase = "opening"
+            life.ask(Filling(life.round))
+
+    def end_round(self, life: Life) -> None:
+        """Give a round up; the memory is what it is."""
+        if life.phase in ("joining", "withdrawing", "opening", "reading", "relocating", "done"):
+            keep = life.published is not None and life.phase in ("joining",)
+            life.phase = "published" if keep else "idle"
+            self.note_outcome(life, "aborted")
+            if not keep and life.published is not None:
+                life.ask(Unpublish())
+                life.published = None
+            life.round += 1
+            life.source = None
+
+    def note_outcome(self, life: Life, outcome: str) -> None:
+        """Check that a round ends in the same way for every shard that hears of it."""
+        heard = self.outcomes.setdefault((life.replica, life.round), set())
+        heard.add(outcome)
+        assert len(heard) == 1, f"round {life.round} of {life.replica} was committed for some and aborted for others"
+
+    def check_leases(self) -> None:
+        """Check the truth: what a living lease lets its reader read is in the source's memory."""
+        for lease in self.state.leases.values():
+            copy = self.state.copies[lease.copy]
+            worker = self.state.workers[copy.worker]
+            life = self.by_session[worker.session]
+            right = [(copy.key[1], life.shard)] * copy.prefix
+            assert not life.alive or life.cells[: copy.prefix] == right, "a leased copy was overwritten"

@@ -1,0 +1,255 @@
+"""Version numbers, streams and conflicts; registration and blobs of the server machine (laws L8, L10, L12)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorhub_core.state.messages import (
+    Failure,
+    GetBlob,
+    GetStatus,
+    Heartbeat,
+    Held,
+    Hello,
+    ListVersions,
+    Ok,
+    Promise,
+    Published,
+    PutBlob,
+    Register,
+    RoundAborted,
+    StatusReply,
+    Superseded,
+    UnknownSession,
+    Versions,
+    Welcome,
+)
+from tests.sim.hub import Hub, Peer, digest
+
+
+def worker(hub: Hub, name: str, layout: bytes = b"layout", **more: object) -> Peer:
+    peer = hub.hello(name, **more)
+    peer.register(layout)
+    return peer
+
+
+def move_on(peer: Peer, number: int) -> Published:
+    peer.answer(peer.unpublish(), Ok)
+    return peer.publish(number, b"sums %d" % number, Published)
+
+
+def test_publishing_again_is_idempotent_and_other_bytes_conflict() -> None:
+    hub = Hub()
+    t, other = worker(hub, "trainer"), worker(hub, "other")
+    assert t.publish(3, b"bytes", Published) == t.publish(3, b"bytes", Published)
+    assert t.publish(3, b"changed", Failure).code == "version_conflict"
+    assert other.publish(3, b"other bytes", Failure).code == "version_conflict"
+    assert other.publish(3, b"bytes", Published).number == 3
+
+
+def test_numbers_only_go_up() -> None:
+    hub = Hub()
+    t = worker(hub, "trainer")
+    t.publish(10, b"ten", Published)
+    t.answer(t.unpublish(), Ok)
+    for number in (2, 9, -1):
+        assert t.publish(number, b"again", Failure).code == "version_conflict"
+    restarted = worker(hub, "trainer")
+    assert restarted.publish(2, b"again", Failure).code == "version_conflict"
+    elsewhere = worker(hub, "elsewhere", layout=b"another layout")
+    assert elsewhere.publish(2, b"again", Failure).code == "version_conflict"
+    assert restarted.publish(11, b"eleven", Published).epoch == 1
+
+
+def test_a_new_stream_opens_a_new_epoch_and_the_old_one_is_over() -> None:
+    hub = Hub()
+    old = worker(hub, "trainer", stream="run-1")
+    assert old.publish(10, b"ten", Published).epoch == 1
+    new = worker(hub, "trainer-2", stream="run-2")
+    reader = worker(hub, "reader")
+    assert new.publish(0, b"zero", Published).epoch == 2
+    promise = reader.answer(reader.join(0), Promise)
+    assert (promise.epoch, promise.number) == (2, 0)
+    old.answer(old.unpublish(), Ok)
+    failure = old.publish(11, b"eleven", Failure)
+    assert failure.code == "version_conflict"
+    assert "run-2" in failure.message
+
+
+def test_a_half_published_stream_does_not_hide_the_old_one() -> None:
+    hub = Hub()
+    worker(hub, "trainer", stream="run-1").publish(10, b"ten", Published)
+    half = hub.hello("trainer-2", 0, 2, stream="run-2")
+    half.register(b"half")
+    half.publish(0, b"zero", Published)
+    reader = worker(hub, "reader")
+    assert reader.answer(reader.join(0), Promise).number == 10
+
+
+def test_latest_is_never_an_older_version() -> None:
+    hub = Hub()
+    t, keeper = worker(hub, "trainer"), worker(hub, "keeper")
+    t.publish(1, b"one", Published)
+    keeper.publish(1, b"one", Published)
+    move_on(t, 2)
+    t.answer(t.unpublish(), Ok)
+    reader = worker(hub, "reader")
+    failure = reader.answer(reader.join(0), Failure)
+    assert failure.code == "version_unavailable"
+    assert "version 1 at keeper/0" in failure.message
+    assert reader.answer(reader.join(1, 1), Promise).number == 1
+
+
+def test_a_version_that_never_was_is_waited_for() -> None:
+    hub = Hub()
+    reader = worker(hub, "reader")
+    latest = reader.join(0)
+    assert latest not in reader.answers
+    worker(hub, "trainer").publish(4, b"four", Published)
+    assert reader.answer(latest, Promise).number == 4
+    other = worker(hub, "other")
+    later = other.join(0, 5)
+    gone = worker(hub, "third").join(0, 3)
+    assert later not in other.answers
+    third = next(p for p in hub.peers.values() if p.name == "third/0")
+    assert third.answer(gone, Failure).code == "version_unavailable"
+
+
+def test_a_version_that_never_was_whole_is_forgotten_with_its_copies() -> None:
+    hub = Hub()
+    half = hub.hello("trainer", 0, 2)
+    half.register(b"half")
+    half.publish(5, b"first try", Published)
+    again = hub.hello("trainer", 0, 2)
+    again.register(b"half")
+    other = hub.hello("trainer", 1, 2)
+    other.register(b"other half")
+    other.publish(5, b"second try 1", Published)
+    again.publish(5, b"second try 0", Published)
+    assert other.call(ListVersions(), Versions).rows[0].whole
+
+
+def test_a_newcomer_supersedes_the_worker_in_its_place() -> None:
+    hub = Hub()
+    t = worker(hub, "trainer")
+    t.publish(1, b"one", Published)
+    reader = hub.hello("reader", 0, 2)
+    reader.register(b"r0")
+    reader1 = hub.hello("reader", 1, 2)
+    reader1.register(b"r1")
+    reader.answer(reader.join(0), Promise)
+    new = hub.hello("reader", 1, 2)
+    assert reader1.pushed(Superseded)
+    assert reader.pushed(RoundAborted)[0].round == 0
+    before = len(reader1.answers)
+    reader1.ask(Heartbeat())
+    assert len(reader1.answers) == before
+    zombie = hub.peer("zombie")
+    token = reader1.session.decode()
+    zombie.call(Hello(1, token, "policy", "reader", 1, 2), Superseded)
+    new.register(b"r1")
+    assert new.answer(new.join(1), Promise).number == 1
+
+
+def test_another_shard_count_starts_the_replica_again() -> None:
+    hub = Hub()
+    old = [hub.hello("trainer", k, 2) for k in range(2)]
+    for k, p in enumerate(old):
+        p.register(b"old %d" % k)
+        p.publish(1, b"old %d" % k, Published)
+    hub.hello("trainer", 0, 1)
+    assert all(p.pushed(Superseded) for p in old)
+    reader = worker(hub, "reader")
+    assert reader.answer(reader.join(0), Failure).code == "version_unavailable"
+
+
+def test_a_worker_that_was_forgotten_comes_back_with_its_copy() -> None:
+    hub = Hub()
+    t = worker(hub, "trainer")
+    t.publish(3, b"three", Published)
+    hub.later(hub.config.dead_after_s + 1, silent=(t,))
+    t.ask(Heartbeat())
+    assert t.pushed(UnknownSession)
+    blobs = [t.name.encode(), b"placement of " + t.session]
+    back = hub.peer("trainer/0")
+    held = Held(1, 3, digest(b"layout"), digest(blobs[1]), digest(b"three"), 400, 4)
+    back.call(Hello(1, t.session.decode(), "policy", "trainer", held=held, high=(1, 3)), Welcome)
+    reader = worker(hub, "reader")
+    assert reader.answer(reader.join(0), Promise).sources[0].replica == "trainer"
+
+
+def test_a_restarted_server_listens_first_and_never_goes_back() -> None:
+    hub = Hub(server_epoch=2)
+    stale = hub.peer("stale")
+    held = Held(1, 3, digest(b"layout"), digest(b"p"), digest(b"three"), 400, 4)
+    stale.call(Hello(1, "stale", "policy", "stale", held=held, high=(1, 3)), Welcome)
+    reader = hub.hello("reader", high=(1, 4))
+    reader.register(b"layout")
+    asked = reader.join(0)
+    taken = stale.unpublish()
+    assert asked not in reader.answers
+    assert taken not in stale.answers
+    hub.later(hub.config.grace_s + 0.5)
+    failure = reader.answer(asked, Failure)
+    assert failure.code == "version_unavailable"
+    stale.answer(taken, Ok)
+
+
+def test_a_fresh_server_makes_nobody_wait() -> None:
+    hub = Hub()
+    worker(hub, "trainer").publish(1, b"one", Published)
+    reader = worker(hub, "reader")
+    assert reader.answer(reader.join(0), Promise).number == 1
+
+
+def test_a_pause_of_the_server_is_not_the_workers_silence() -> None:
+    hub = Hub()
+    t, reader = worker(hub, "trainer"), worker(hub, "reader")
+    t.publish(1, b"one", Published)
+    reader.answer(reader.join(0), Promise)
+    hub.now += 100
+    t.call(Heartbeat(), Ok)
+    hub.later(1.0)
+    assert hub.state.leases
+
+
+@pytest.mark.parametrize("shard", [(0, 0), (1, 1), (-1, 1), (0, 1 << 20)])
+def test_impossible_shards_are_refused(shard: tuple[int, int]) -> None:
+    hub = Hub()
+    hub.peer("bad").refused(Hello(1, "t", "policy", "r", *shard), "config_error")
+
+
+@pytest.mark.parametrize("names", [("", "r", "t"), ("m", "", "t"), ("m", "r", ""), ("m", "r" * 2000, "t")])
+def test_impossible_names_are_refused(names: tuple[str, str, str]) -> None:
+    model, replica, token = names
+    Hub().peer("bad").refused(Hello(1, token, model, replica), "config_error")
+
+
+def test_another_protocol_is_refused() -> None:
+    Hub().peer("bad").refused(Hello(99, "t", "m", "r"), "protocol_mismatch")
+
+
+def test_blobs_are_checked_bounded_and_forgotten() -> None:
+    hub = Hub(max_blob_bytes=200)
+    t = hub.hello("trainer")
+    t.refused(PutBlob(b"0" * 16, b"data"), "state_error")
+    t.refused(PutBlob(digest(b"x" * 500), b"x" * 500), "registration_error")
+    t.refused(Register(b"no such", b"blob", 1, 1), "state_error")
+    t.put(b"y" * 150)
+    hub.later(61)
+    t.refused(GetBlob(digest(b"y" * 150)), "state_error")
+    t.put(b"z" * 150)
+
+
+def test_status_says_who_holds_and_who_reads() -> None:
+    hub = Hub()
+    t, r = worker(hub, "trainer", zone="us"), worker(hub, "reader")
+    t.publish(7, b"seven", Published)
+    r.answer(r.join(0), Promise)
+    status = t.call(GetStatus(), StatusReply)
+    (model,) = status.models
+    assert (model.model, model.latest, model.epoch) == ("policy", 7, 1)
+    assert [(v.version, v.whole, v.replicas) for v in model.versions] == [(7, True, ("trainer",))]
+    reader, trainer = model.replicas
+    assert (trainer.state, trainer.version, trainer.zone) == ("published", 7, "us")
+    assert (reader.state, reader.version) == ("idle", None)
