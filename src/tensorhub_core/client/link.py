@@ -1,0 +1,162 @@
+"""One ZeroMQ connection to the reference server, owned by one thread: sockets and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+from dataclasses import dataclass
+from enum import Enum
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from tensorhub_core.errors import ConfigError
+from tensorhub_core.wire.codec import MAX_MESSAGE_BYTES
+
+_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_RETRY_MS, _MOST_RETRY_MS = 50, 1000
+
+
+class LinkEvent(Enum):
+    """What happened to the connection since one looked last."""
+
+    UP = "up"
+    DOWN = "down"
+
+
+@dataclass(slots=True)
+class _Sockets:
+    dealer: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+
+
+class Link:
+    """A DEALER that is connected, or tries to be; after a loss it comes back as a new socket with a new identity.
+
+    A new identity, because a ROUTER ignores a peer whose identity it still takes for connected. All calls but `wake`
+    belong to one thread.
+    """
+
+    def __init__(self, address: str) -> None:
+        """Begin to connect; raises ConfigError if the address is malformed."""
+        self.address = address
+        self.trouble = "no connection"
+        self.connected = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._wake_lock = threading.Lock()
+        self._wake_read, self._wake_write = os.pipe()
+        for end in (self._wake_read, self._wake_write):
+            os.set_blocking(end, False)
+        try:
+            self._sockets = self._open(address)
+        except BaseException:
+            self._end()
+            raise
+
+    def _open(self, address: str) -> _Sockets:
+        dealer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.IDENTITY, b"w" + secrets.token_bytes(15))
+        dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        dealer.setsockopt(zmq.IMMEDIATE, 1)
+        dealer.setsockopt(zmq.IPV6, int("[" in address))
+        dealer.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
+        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _MOST_RETRY_MS)
+        dealer.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        dealer.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
+        dealer.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
+        dealer.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+        monitor: zmq.Socket[bytes] = dealer.get_monitor_socket(_EVENTS)
+        sockets = _Sockets(dealer, monitor)
+        try:
+            dealer.connect(address)
+        except zmq.ZMQError as error:
+            self._close(sockets)
+            raise ConfigError(f"{address!r} is not an address: write tcp://HOST:PORT ({error})") from None
+        return sockets
+
+    def renew(self, address: str | None = None) -> None:
+        """Drop the connection and begin to connect again, to another address if one is given."""
+        self._close(self._sockets)
+        self.connected = False
+        self.address = self.address if address is None else address
+        self._sockets = self._open(self.address)
+
+    def wake(self) -> None:
+        """Make `wait` return; any thread, also after `close`."""
+        with self._wake_lock, contextlib.suppress(OSError):
+            os.write(self._wake_write, b"w")
+
+    def wait(self, timeout_s: float, writable: bool = False) -> None:
+        """Wait until something arrives, somebody wakes the link, or room to send if `writable`; at most `timeout_s`."""
+        poller = zmq.Poller()
+        poller.register(self._sockets.dealer, zmq.POLLIN | (zmq.POLLOUT if writable else 0))
+        poller.register(self._sockets.monitor, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        poller.poll(max(0, int(timeout_s * 1000)))
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
+
+    def events(self) -> list[LinkEvent]:
+        """Return what happened to the connection, oldest first."""
+        found: list[LinkEvent] = []
+        while True:
+            try:
+                message = recv_monitor_message(self._sockets.monitor, zmq.NOBLOCK)
+            except zmq.Again:
+                return found
+            event, value = message["event"], message["value"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.connected = True
+                found.append(LinkEvent.UP)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self.connected = False
+                self.trouble = "the connection was closed"
+                found.append(LinkEvent.DOWN)
+            elif event == zmq.EVENT_CLOSED:
+                self.trouble = "the connection was refused"
+            else:
+                self.trouble = f"the peer does not speak ZeroMQ ({zmq.Event(event).name}, {value})"
+
+    def send(self, frames: list[bytes]) -> bool:
+        """Send a message if there is a connection with room for it; tell whether it was sent."""
+        try:
+            self._sockets.dealer.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self) -> list[bytes] | None:
+        """Return the frames of the next message, or None if none has arrived."""
+        try:
+            return self._sockets.dealer.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def close(self) -> None:
+        """Close everything at once; what was not sent yet is lost. Idempotent."""
+        if self._wake_read < 0:
+            return
+        self._close(self._sockets)
+        self._end()
+
+    def _close(self, sockets: _Sockets) -> None:
+        sockets.dealer.disable_monitor()
+        sockets.monitor.close(0)
+        sockets.dealer.close(0)
+
+    def _end(self) -> None:
+        self._context.term()
+        with self._wake_lock:  # nobody may write to a number that some other file has by then
+            os.close(self._wake_write)
+            os.close(self._wake_read)
+            self._wake_write = self._wake_read = -1

@@ -1,0 +1,433 @@
+"""Talk with the reference server: one thread that owns the connection, keeps it alive and says hello again if need be.
+
+Requests are numbered once and keep their number when they are sent again. After every hello but the first, *durable*
+requests that are still open are sent again; the others belong to a round that the server may not know any more, and so
+to one *life* of the session: they are forgotten, and whoever asked hears of it through `on_reopened`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import Protocol
+
+from tensorhub_core.client.link import Link, LinkEvent
+from tensorhub_core.clock import Deadline
+from tensorhub_core.errors import (
+    DeadlineExceeded,
+    ProtocolMismatch,
+    ServerUnreachable,
+    StateError,
+    TensorHubError,
+    error_from_wire,
+)
+from tensorhub_core.observe.log import get_logger
+from tensorhub_core.state.messages import (
+    PROTOCOL,
+    Available,
+    Failure,
+    Heartbeat,
+    Held,
+    Hello,
+    NothingNewer,
+    Promise,
+    PutBlob,
+    Register,
+    Reply,
+    Request,
+    Superseded,
+    UnknownSession,
+    Welcome,
+)
+from tensorhub_core.wire.codec import MalformedMessage, decode_reply, encode, split
+
+Answer = Callable[[Reply], None]
+_HELLO_AGAIN_S = 1.0
+_RESOLVE_AFTER_S = 1.0
+_JOIN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who the worker is, for all its life."""
+
+    token: str
+    model: str
+    replica: str
+    shard: int = 0
+    num_shards: int = 1
+    stream: str | None = None
+    zone: str = ""
+    host: str = ""
+    spot: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a server that does not know the worker (any more) is told right after the hello."""
+
+    held: Held | None = None
+    blobs: tuple[PutBlob, ...] = ()
+    register: Register | None = None
+
+
+class Listener(Protocol):
+    """Hear what the server says unasked; called on the session's thread, must not block."""
+
+    def on_push(self, message: Reply) -> None:
+        """Hear a push that concerns a round."""
+
+    def on_reopened(self, welcome: Welcome, life: int) -> None:
+        """Hear that the session said hello again, for the `life`th time: requests of earlier lives are forgotten."""
+
+    def on_over(self, error: TensorHubError) -> None:
+        """Hear that the session is over for good."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request without an answer yet."""
+
+    frames: list[bytes]
+    answer: Answer
+    life: int | None
+    """The welcome after which it was asked, if it means nothing after another one; None = durable."""
+    sent: bool = False
+
+
+class Session:
+    """A worker's connection. `request` and `submit` may be called from any thread; answers come on the session's."""
+
+    def __init__(
+        self,
+        address: str,
+        identity: Identity,
+        listener: Listener,
+        *,
+        resolve: Callable[[float], str] | None = None,
+    ) -> None:
+        """Start the thread; `resolve(timeout_s)` names the address again after a loss (an embedded server moves).
+
+        Raises ConfigError if the address is malformed.
+        """
+        self._identity, self._listener, self._resolve = identity, listener, resolve
+        self.standing = Standing()
+        self.high: tuple[int, int] | None = None
+        self.hellos = 0
+        self._link = Link(address)
+        self._numbers = itertools.count(1)
+        self._open: dict[int, _Open] = {}
+        self._unsent: deque[int] = deque()
+        self._commands: deque[tuple[int, _Open | None]] = deque()
+        self._lock = threading.Lock()
+        self._over: TensorHubError | None = None
+        self._welcome: Future[Welcome] = Future()
+        self._hello: int | None = None
+        self._greeted = False
+        self._hello_due_s = self._heartbeat_due_s = 0.0
+        self._heartbeat_s = 1.0
+        self._down_since_s: float | None = time.monotonic()
+        self._heard_s = time.monotonic()
+        self._stopping = False
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="tensorhub-session", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """Return the address of the server."""
+        return self._link.address
+
+    def silent_s(self) -> float:
+        """Return the seconds since the server was heard last."""
+        return time.monotonic() - self._heard_s
+
+    def answers(self) -> bool:
+        """Tell whether the server answers: it greeted this session and was heard within a few heartbeats."""
+        return self._greeted and self.silent_s() < max(3 * self._heartbeat_s, 1.0)
+
+    def open(self, timeout_s: float) -> Welcome:
+        """Wait for the server's welcome; raises ServerUnreachable, or the error that the server refuses with."""
+        try:
+            return self._welcome.result(timeout_s)
+        except FutureTimeout:
+            raise ServerUnreachable(
+                f"no answer from {self.address} within {timeout_s:g} s ({self._link.trouble}): check the address, or "
+                "start `tensorhub serve`"
+            ) from None
+
+    def request(self, message: Request, deadline: Deadline) -> Reply:
+        """Send a durable request and return its reply.
+
+        Raises the error that the server refuses with; when the deadline passes, ServerUnreachable if the server has
+        not been heard for a while, else DeadlineExceeded.
+        """
+        future: Future[Reply] = Future()
+        number = self.submit(message, future.set_result)
+        try:
+            return checked(self.result(future, deadline, type(message).__name__))
+        except BaseException:
+            self.forget(number)
+            raise
+
+    def result(self, future: Future[Reply], deadline: Deadline, what: str) -> Reply:
+        """Wait for a reply that a `submit` will put into `future`; raises like `request` when the deadline passes."""
+        left_s = None if deadline.at_s is None else max(0.0, deadline.at_s - time.monotonic())
+        try:
+            return future.result(left_s)
+        except FutureTimeout:
+            raise self.late(what) from None
+
+    def late(self, what: str) -> TensorHubError:
+        """Return the error of a call whose deadline passed."""
+        if self.answers():
+            return DeadlineExceeded(f"{what} was not finished by its deadline; the server at {self.address} answers")
+        return ServerUnreachable(
+            f"{what} was not finished by its deadline: {self.address} has been silent for {self.silent_s():.1f} s "
+            f"({self._link.trouble})"
+        )
+
+    def submit(self, message: Request, answer: Answer, *, life: int | None = None) -> int:
+        """Send a request and return its number; `answer` hears its reply on the session's thread.
+
+        A request with a `life` is forgotten at the next welcome, and at once if that has come already. Raises the
+        error that ended the session, or MalformedMessage if the request is too large.
+        """
+        self.check_alive()
+        number = next(self._numbers)
+        entry = _Open(encode(number, message), answer, life)
+        with self._lock:
+            if self._over is not None:
+                raise same_error(self._over)
+            self._commands.append((number, entry))
+        self._link.wake()
+        return number
+
+    def tell(self, message: Request, life: int) -> None:
+        """Send a request of a round whose reply does not matter."""
+        self.submit(message, lambda _: None, life=life)
+
+    def forget(self, number: int) -> None:
+        """Not wait for a reply any more."""
+        with self._lock:
+            if self._over is None and os.getpid() == self._pid:
+                self._commands.append((number, None))
+
+    def check_alive(self) -> None:
+        """Raise StateError in a forked child, which has the object but neither the thread nor the connection."""
+        if os.getpid() != self._pid:
+            raise StateError("this worker was connected before a fork: connect() again in the child process")
+
+    def close(self) -> None:
+        """End the connection at once and join the thread; open requests fail. Idempotent."""
+        if os.getpid() != self._pid:
+            return
+        self._stopping = True
+        self._link.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_S)
+
+    # --- the session's thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        error: TensorHubError = StateError("the worker is closed")
+        try:
+            while not self._stopping:
+                self._turn()
+        except _Over as over:
+            error = over.error
+        except Exception as fault:
+            get_logger("client").exception("the session with %s died", self.address)
+            error = TensorHubError(f"the session with {self.address} died: {type(fault).__name__}: {fault}")
+        finally:
+            self._end(error)
+
+    def _turn(self) -> None:
+        """Wait for something to do and do it."""
+        now = time.monotonic()
+        due_s = self._heartbeat_due_s if self._greeted else self._hello_due_s
+        wait_s = min(0.5, due_s - now) if self._link.connected else 0.1
+        self._link.wait(0.0 if self._commands else max(0.0, wait_s), writable=bool(self._unsent) and self._greeted)
+        for event in self._link.events():
+            if event is LinkEvent.DOWN:
+                self._lose()
+                break
+            self._down_since_s = None
+            self._say_hello()
+        while (frames := self._link.receive()) is not None:
+            self._handle(frames)
+        self._take_commands()
+        self._send_waiting()
+        self._keep_alive(time.monotonic())
+
+    def _lose(self) -> None:
+        self._greeted, self._hello = False, None
+        self._down_since_s = time.monotonic()
+        self._link.renew()
+
+    def _say_hello(self) -> None:
+        """Say who we are and what we hold; the answer is the welcome."""
+        me, standing = self._identity, self.standing
+        self._greeted = False
+        self._hello = next(self._numbers)
+        hello = Hello(
+            protocol=PROTOCOL,
+            token=me.token,
+            model=me.model,
+            replica=me.replica,
+            shard=me.shard,
+            num_shards=me.num_shards,
+            stream=me.stream,
+            zone=me.zone,
+            host=me.host,
+            spot=me.spot,
+            high=self.high,
+            held=standing.held,
+        )
+        self._link.send(encode(self._hello, hello))
+        self._hello_due_s = time.monotonic() + _HELLO_AGAIN_S
+
+    def _handle(self, frames: list[bytes]) -> None:
+        try:
+            header = split(frames)
+            reply = decode_reply(header)
+        except ProtocolMismatch as error:
+            raise _Over(ProtocolMismatch(f"the server at {self.address} does not fit: {error}")) from None
+        except MalformedMessage as error:
+            self._link.trouble = f"it answers, but not as a TensorHub server: {error}"
+            return
+        self._heard_s = time.monotonic()
+        if isinstance(reply, Promise | NothingNewer | Available):
+            self.high = max(self.high or (reply.epoch, reply.number), (reply.epoch, reply.number))
+        if isinstance(reply, Superseded):
+            raise _Over(StateError(f"{reply.message}: this worker's session is over"))
+        if header.request == self._hello and self._hello is not None:
+            self._greet(reply)
+        elif header.request:
+            entry = self._open.pop(header.request, None)
+            if entry is not None:
+                entry.answer(reply)
+        elif isinstance(reply, UnknownSession):
+            if self._greeted:
+                self._say_hello()
+        else:
+            self._listener.on_push(reply)
+
+    def _greet(self, reply: Reply) -> None:
+        """Take the answer to a hello."""
+        self._hello = None
+        if not isinstance(reply, Welcome):
+            error = TensorHubError(f"{self.address} answered a hello with {type(reply).__name__}")
+            if isinstance(reply, Failure):
+                error = error_from_wire(reply.code, f"{self.address} refuses this worker: {reply.message}")
+            raise _Over(error)
+        self.hellos += 1
+        self._heartbeat_s = reply.heartbeat_s
+        again = self._welcome.done()
+        for number in [n for n, entry in self._open.items() if self._is_stale(entry)]:
+            del self._open[number]
+        for entry in self._open.values():
+            entry.sent = False
+        standing = self._standing_requests() if again else {}
+        self._unsent = deque([*standing, *self._open])
+        self._open.update(standing)
+        self._greeted = True
+        if again:
+            get_logger("client").info("said hello again to %s (server epoch %d)", self.address, reply.server_epoch)
+            self._listener.on_reopened(reply, self.hellos)
+        else:
+            self._welcome.set_result(reply)
+
+    def _is_stale(self, entry: _Open) -> bool:
+        return entry.life is not None and entry.life != self.hellos
+
+    def _standing_requests(self) -> dict[int, _Open]:
+        standing = self.standing
+        messages: list[Request] = list(standing.blobs)
+        if standing.register is not None:
+            messages.append(standing.register)
+        requests: dict[int, _Open] = {}
+        for message in messages:
+            number = next(self._numbers)
+            requests[number] = _Open(encode(number, message), self._check_standing, self.hellos)
+        return requests
+
+    def _check_standing(self, reply: Reply) -> None:
+        if isinstance(reply, Failure):
+            get_logger("client").warning("%s did not take back what this worker holds: %s", self.address, reply.message)
+
+    def _take_commands(self) -> None:
+        while self._commands:
+            number, entry = self._commands.popleft()
+            if entry is None:
+                self._open.pop(number, None)
+            elif not self._is_stale(entry):
+                self._open[number] = entry
+                self._unsent.append(number)
+
+    def _send_waiting(self) -> None:
+        while self._unsent and self._greeted:
+            entry = self._open.get(self._unsent[0])
+            if entry is not None and not entry.sent:
+                if not self._link.send(entry.frames):
+                    return
+                entry.sent = True
+            self._unsent.popleft()
+
+    def _keep_alive(self, now: float) -> None:
+        if self._greeted and now >= self._heartbeat_due_s:
+            self._heartbeat_due_s = now + self._heartbeat_s
+            self._link.send(encode(next(self._numbers), Heartbeat()))
+        elif self._link.connected and not self._greeted and now >= self._hello_due_s:
+            self._say_hello()
+        down_s = 0.0 if self._down_since_s is None else now - self._down_since_s
+        if self._resolve is not None and down_s >= _RESOLVE_AFTER_S:
+            self._down_since_s = now
+            self._look_for_server()
+
+    def _look_for_server(self) -> None:
+        assert self._resolve is not None
+        try:
+            self._link.renew(self._resolve(5.0))
+        except TensorHubError as error:
+            self._link.trouble = str(error)
+
+    def _end(self, error: TensorHubError) -> None:
+        with self._lock:
+            self._over = error
+        self._take_commands()
+        self._link.close()
+        if not self._welcome.done():
+            self._welcome.set_exception(same_error(error))
+        failure = Failure(error.code, str(error))
+        for entry in list(self._open.values()):
+            entry.answer(failure)
+        self._open.clear()
+        self._listener.on_over(error)
+
+
+class _Over(Exception):
+    """The session cannot go on."""
+
+    def __init__(self, error: TensorHubError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def checked(reply: Reply) -> Reply:
+    """Return a reply, or raise the error that it stands for."""
+    if isinstance(reply, Failure):
+        raise error_from_wire(reply.code, reply.message, reply.differences)
+    return reply
+
+
+def same_error(error: TensorHubError) -> TensorHubError:
+    """Return a fresh error of the same kind: one instance raised in several threads would mix their tracebacks."""
+    return error_from_wire(error.code, str(error))
