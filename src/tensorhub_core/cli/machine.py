@@ -19,6 +19,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tensorhub_core.checkpoint.room import available_memory_bytes
+
 _PROBE_TIMEOUT_S = 20.0
 _SIOCGIFADDR = 0x8915
 _UCX_RESOURCE = re.compile(r"resource\s+\d+\s*:.*-- (\S+)/(\S+)")
@@ -115,12 +117,6 @@ def limits() -> Limits:
         shm = os.statvfs("/dev/shm")
         total, free = shm.f_frsize * shm.f_blocks, shm.f_frsize * shm.f_bavail
     return Limits(_finite(soft), _finite(hard), _finite(locked), total, free, available_memory_bytes())
-
-
-def available_memory_bytes(path: Path = Path("/proc/meminfo")) -> int | None:
-    """Return how many bytes programs can still take, or None if the kernel does not say."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", _text(path) or "", re.MULTILINE)
-    return int(found.group(1)) * 1024 if found else None
 
 
 _READ_PARENT = """
