@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tensorhub_core.errors import TensorHubError
-from tensorhub_core.ids import ModelName, WorkerId
+from tensorhub_core.ids import ModelName, ReplicaName, WorkerId
 from tensorhub_core.state.events import Drop, Effect, Log, Send
 from tensorhub_core.state.messages import Failure, Reply
 from tensorhub_core.state.records import Copy, Group, ModelState, ServerState, Worker
@@ -15,13 +15,15 @@ from tensorhub_core.state.records import Copy, Group, ModelState, ServerState, W
 class Step:
     """Carry a step's inputs and outputs through the machine's functions.
 
-    `touched` names the models whose waiting rounds and waiters have to be looked at again when the step ends.
+    `touched` names the models of which something new became available, `touched_groups` the replicas of which only
+    their own round has to be looked at again when the step ends.
     """
 
     state: ServerState
     now: float
     effects: list[Effect] = field(default_factory=list)
     touched: set[ModelName] = field(default_factory=set)
+    touched_groups: set[tuple[ModelName, ReplicaName]] = field(default_factory=set)
 
     def reply(self, worker: Worker, request: int, message: Reply) -> None:
         """Answer a request of a worker."""
@@ -47,6 +49,10 @@ class Step:
         """Return an id that was never used, in this server life or an earlier one (law L8)."""
         self.state.counter += 1
         return f"{kind}{self.state.config.server_epoch}.{self.state.counter}"
+
+    def touch(self, worker: Worker) -> None:
+        """Look at the round of the worker's group again when the step ends."""
+        self.touched_groups.add((worker.model, worker.replica))
 
     def model(self, worker: Worker) -> ModelState:
         """Return the worker's model."""

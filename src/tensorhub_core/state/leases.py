@@ -56,7 +56,7 @@ def revoke_lease(s: Step, lease_id: LeaseId, reason: str) -> None:
     reader = None if lease is None else s.state.workers.get(lease.reader)
     if lease is None or reader is None:
         return
-    s.touched.add(reader.model)
+    s.touch(reader)
     open_round = s.group(reader).rounds.get(lease.round)
     if open_round is None or open_round.verdict is not None:
         return
@@ -69,15 +69,27 @@ def revoke_lease(s: Step, lease_id: LeaseId, reason: str) -> None:
 def drop_copy(s: Step, copy: Copy, reason: str) -> None:
     """Forget a copy: nobody may read it any more, whoever does is told."""
     holder = s.holder(copy)
-    s.touched.add(holder.model)
+    s.touch(holder)
     s.state.copies.pop(copy.id, None)
     s.state.draining.discard(copy.id)
     if holder.copy is copy:
         holder.copy = None
+    forget_holder(s, holder, copy.key)
     for lease_id in sorted(copy.leases):
         revoke_lease(s, lease_id, reason)
     copy.leases.clear()
     unbind_manifest(s, s.model(holder), copy)
+
+
+def forget_holder(s: Step, holder: Worker, key: VersionKey) -> None:
+    """Take a replica out of a version's holders when none of its shards has a copy any more."""
+    holders = s.model(holder).holders
+    if any(w.copy is not None and w.copy.key == key for w in s.members(s.group(holder))):
+        return
+    replicas = holders.get(key, set())
+    replicas.discard(holder.replica)
+    if not replicas:
+        holders.pop(key, None)
 
 
 def unbind_manifest(s: Step, model: ModelState, copy: Copy) -> None:
@@ -97,7 +109,8 @@ def add_copy(s: Step, worker: Worker, copy: Copy) -> None:
     """Make a copy the worker's own."""
     worker.copy = copy
     s.state.copies[copy.id] = copy
-    s.touched.add(worker.model)
+    s.model(worker).holders.setdefault(copy.key, set()).add(worker.replica)
+    s.touch(worker)
 
 
 def tell_followers(s: Step, copy: Copy) -> None:

@@ -152,11 +152,13 @@ def settle(s: Step) -> None:
 
     Rounds come before drains: a reader that has lost its source may need a draining copy (law L3).
     """
-    while s.touched:
-        model = s.state.models.get(s.touched.pop())
-        if model is None:
-            continue
-        rounds.settle_rounds(s, model)
-        versions.settle_waits(s, model)
-        if not s.touched and s.state.draining:
+    while s.touched or s.touched_groups:
+        if s.touched:
+            model = s.state.models[s.touched.pop()]
+            s.touched_groups.update((model.name, g.replica) for g in model.groups.values() if g.open_round())
+            model.waiting = versions.settle_waits(s, model, model.waiting)
+        if s.touched_groups:
+            name, replica = s.touched_groups.pop()
+            rounds.settle_round(s, s.state.models[name], replica)
+        if not s.touched and not s.touched_groups and s.state.draining:
             settle_drains(s)

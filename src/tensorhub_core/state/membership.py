@@ -130,7 +130,7 @@ def forget_session(s: Step, session: SessionId) -> None:
 def welcome(s: Step, worker: Worker, request: int, group: Group | None) -> None:
     """Answer a hello."""
     config, model = s.state.config, s.model(worker)
-    s.touched.add(worker.model)
+    s.touch(worker)
     s.reply(
         worker,
         request,
@@ -184,7 +184,7 @@ def register(s: Step, worker: Worker, request: int, m: Register) -> None:
         text = f"version {show(worker.copy.key)} is {worker.copy.state.value}: unpublish() before registering again"
         return s.fail(worker, request, StateError(text))
     worker.memory = memory
-    s.touched.add(worker.model)
+    s.touch(worker)
     s.reply(worker, request, Ok())
 
 
@@ -200,7 +200,7 @@ def supersede(s: Step, worker: Worker, reason: str) -> None:
 def remove(s: Step, worker: Worker, reason: str) -> None:
     """Forget a worker: its copies and leases end, its round is aborted for all shards of the group."""
     model = s.model(worker)
-    s.touched.add(worker.model)
+    s.touch(worker)
     if not worker.observer:
         group = model.groups[worker.replica]
         current = group.open_round()
@@ -232,7 +232,7 @@ def leave(s: Step, worker: Worker, request: int) -> None:
 def suspect(s: Step, worker: Worker) -> None:
     """Take a silent worker's leases and send no new reader to it; nothing is aborted (law L4)."""
     worker.suspected = True
-    s.touched.add(worker.model)
+    s.touch(worker)
     if not worker.observer:
         s.log("warning", f"{worker.model}/{worker.replica}/{worker.shard} ({worker.id}) is silent: suspected")
     for lease_id in sorted(worker.leases):

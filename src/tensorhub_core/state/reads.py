@@ -28,7 +28,7 @@ from tensorhub_core.state.messages import (
 )
 from tensorhub_core.state.records import Copy, CopyState, Group, Round, Worker
 from tensorhub_core.state.rounds import abort, drop_leases, leases_stand, no_source_left
-from tensorhub_core.state.sourcing import lease_shard
+from tensorhub_core.state.sourcing import depth_below, lease_shard
 from tensorhub_core.state.versions import bind_manifest, note_whole, show
 
 
@@ -50,7 +50,10 @@ def filling(s: Step, worker: Worker, request: int, m: Filling) -> None:
     offered = current.joined[worker.shard].offer
     state = CopyState.FILLING
     worker.dirty = True
-    add_copy(s, worker, Copy(new_copy_id(s), worker.id, key, memory, state, sums, 0, offered, 0, s.now))
+    copies = [s.state.copies[s.state.leases[i].copy] for i in worker.leases]
+    depth = depth_below(copies)
+    copy = Copy(new_copy_id(s), worker.id, key, memory, state, sums, 0, offered, depth, 0, s.now)
+    add_copy(s, worker, copy)
     s.reply(worker, request, Ok())
 
 
@@ -175,7 +178,6 @@ def abort_for(s: Step, group: Group, worker: Worker, request: int, current: Roun
 
 def commit(s: Step, group: Group, current: Round) -> None:
     """Commit for all shards in one step."""
-    model = s.state.models[group.model]
     assert current.key is not None
     published = all(joined.offer for joined in current.joined.values())
     for worker in s.members(group):
@@ -195,7 +197,7 @@ def commit(s: Step, group: Group, current: Round) -> None:
     del group.rounds[current.number]
     if published:
         note_whole(s, group, current.key)
-    s.touched.add(model.name)
+    s.touched_groups.add((group.model, group.replica))
 
 
 def leave_round(s: Step, worker: Worker, request: int, m: LeaveRound) -> None:

@@ -70,6 +70,8 @@ class Copy:
     sums: Digest
     prefix: int
     offered: bool
+    depth: int = 0
+    """Unfinished copies between this one and a whole one when it got its sources."""
     done_bytes: int = 0
     started_s: float = 0.0
     leases: set[LeaseId] = field(default_factory=set)
@@ -195,6 +197,8 @@ class ModelState:
     versions: dict[VersionKey, VersionRecord] = field(default_factory=dict)
     groups: dict[ReplicaName, Group] = field(default_factory=dict)
     waiting: list[Waiting] = field(default_factory=list)
+    holders: dict[VersionKey, set[ReplicaName]] = field(default_factory=dict)
+    """Replicas of which some shard has a copy of the version, in any state."""
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from tensorhub_core.errors import (
     TensorHubError,
     VersionUnavailable,
 )
-from tensorhub_core.ids import VersionKey
+from tensorhub_core.ids import ReplicaName, VersionKey
 from tensorhub_core.state.context import Step, failure
 from tensorhub_core.state.leases import (
     drop_copy,
@@ -58,7 +58,7 @@ def join(s: Step, worker: Worker, request: int, m: JoinRound) -> None:
         asked = ["latest" if want is None else str(want) for want in (current.want, m.want)]
         text = f"shards of replica {group.replica!r} asked for different versions: {asked[0]} and {asked[1]}"
         return abort(s, group, current, StateError(text))
-    s.touched.add(worker.model)
+    s.touch(worker)
 
 
 def tell_verdict(s: Step, group: Group, worker: Worker, request: int, current: Round) -> None:
@@ -83,18 +83,16 @@ def tell_promise(s: Step, worker: Worker, current: Round) -> None:
         s.reply(worker, request, Promise(current.number, *current.key, sources))
 
 
-def settle_rounds(s: Step, model: ModelState) -> None:
-    """Give a promise or a verdict to the model's waiting rounds."""
-    if s.state.in_grace(s.now):
+def settle_round(s: Step, model: ModelState, replica: ReplicaName) -> None:
+    """Give a promise or a verdict to a replica's waiting round."""
+    group = model.groups.get(replica)
+    current = None if group is None else group.open_round()
+    if group is None or current is None or s.state.in_grace(s.now):
         return
-    for group in list(model.groups.values()):
-        current = group.open_round()
-        if current is None:
-            continue
-        if current.key is None:
-            try_promise(s, model, group, current)
-        else:
-            keep_promise(s, group, current)
+    if current.key is None:
+        try_promise(s, model, group, current)
+    else:
+        keep_promise(s, group, current)
 
 
 def try_promise(s: Step, model: ModelState, group: Group, current: Round) -> None:
@@ -217,7 +215,7 @@ def close_round(s: Step, group: Group, current: Round, verdict: Failure | Nothin
     ended = sorted(n for n, r in group.rounds.items() if r.verdict is not None)
     for number in ended[: -s.state.config.kept_rounds]:
         del group.rounds[number]
-    s.touched.add(group.model)
+    s.touched_groups.add((group.model, group.replica))
 
 
 def check_rounds(s: Step, model: ModelState) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tensorhub_core.ids import CopyId, VersionKey, WorkerId
+from tensorhub_core.ids import VersionKey, WorkerId
 from tensorhub_core.schedule.sources import Candidate, Place, choose_raw, choose_replica
 from tensorhub_core.state.context import Step
 from tensorhub_core.state.leases import grant
@@ -14,36 +14,44 @@ def place_of(group: Group) -> Place:
     return Place(group.zone, group.host)
 
 
-def candidate_of(s: Step, copy: Copy, depth: int = 0) -> Candidate:
+def candidate_of(s: Step, copy: Copy) -> Candidate:
     """Describe a copy to the schedule."""
     group = s.group(s.holder(copy))
     draining = copy.state is CopyState.DRAINING
     return Candidate(
-        copy.id, group.replica, copy.memory.layout, place_of(group), len(copy.leases), depth=depth, draining=draining
+        copy.id,
+        group.replica,
+        copy.memory.layout,
+        place_of(group),
+        len(copy.leases),
+        depth=copy.depth,
+        draining=draining,
     )
 
 
-def depth_of(s: Step, copy: Copy, reader: WorkerId, seen: frozenset[CopyId] = frozenset()) -> int | None:
-    """Count the unfinished copies between a copy and a whole one; None if the way leads to the reader or nowhere."""
-    if copy.worker == reader or copy.id in seen:
-        return None
-    if copy.state is not CopyState.FILLING:
-        return 0
-    if not copy.offered or not copy.sums:
-        return None
-    follows = [s.state.leases[lease].copy for lease in s.state.workers[copy.worker].leases]
-    if not follows:
-        return 0 if copy.prefix == copy.memory.num_segments else None
-    depths = [depth_of(s, s.state.copies[c], reader, seen | {copy.id}) for c in follows if c in s.state.copies]
-    known = [d for d in depths if d is not None]
-    return 1 + max(known) if len(known) == len(follows) else None
+def leads_to(s: Step, copy: Copy, reader: WorkerId) -> bool:
+    """Tell whether following a copy's sources leads back to the reader, or to nowhere (law L14)."""
+    ahead, seen = [copy.id], set()
+    while ahead:
+        here = s.state.copies.get(ahead.pop())
+        if here is None or here.worker == reader:
+            return True
+        if here.id in seen or here.state is not CopyState.FILLING:
+            continue
+        seen.add(here.id)
+        follows = [s.state.leases[lease].copy for lease in s.state.workers[here.worker].leases]
+        if not follows and here.prefix < here.memory.num_segments:
+            return True
+        ahead += follows
+    return False
 
 
 def offered_groups(s: Step, model: ModelState, key: VersionKey, promised: bool) -> list[tuple[Group, list[Copy]]]:
     """Return the replicas all of whose shards hold the version; draining ones only for rounds already promised."""
     allowed = {CopyState.PUBLISHED} | ({CopyState.DRAINING} if promised else set())
     found = []
-    for group in model.groups.values():
+    for replica in model.holders.get(key, ()):
+        group = model.groups[replica]
         workers = s.members(group)
         copies = [w.copy for w in workers if w.copy is not None and w.copy.key == key and w.copy.state in allowed]
         if len(copies) == group.num_shards and not any(w.suspected for w in workers):
@@ -51,19 +59,18 @@ def offered_groups(s: Step, model: ModelState, key: VersionKey, promised: bool) 
     return found
 
 
-def filling_copies(s: Step, model: ModelState, key: VersionKey, reader: Worker) -> list[tuple[Copy, int]]:
-    """Return the unfinished copies that others may follow, each with its depth."""
+def filling_copies(s: Step, model: ModelState, key: VersionKey, reader: Worker) -> list[Copy]:
+    """Return the unfinished copies that others may follow."""
     found = []
-    for group in model.groups.values():
-        if group.replica == reader.replica:
+    for replica in model.holders.get(key, ()):
+        if replica == reader.replica:
             continue
-        for worker in s.members(group):
+        for worker in s.members(model.groups[replica]):
             copy = worker.copy
             if copy is None or copy.state is not CopyState.FILLING or copy.key != key or worker.suspected:
                 continue
-            depth = depth_of(s, copy, reader.id)
-            if depth is not None:
-                found.append((copy, depth))
+            if copy.offered and copy.sums:
+                found.append(copy)
     return found
 
 
@@ -76,13 +83,14 @@ def choose_copies(s: Step, group: Group, reader: Worker, current: Round, promise
     avoid = current.avoid.get(reader.shard, {})
     replicas = [(g, cs) for g, cs in offered_groups(s, model, key, promised) if g.replica != reader.replica]
     here = place_of(group)
-    raw = [candidate_of(s, c) for _, copies in replicas for c in copies if c.id not in avoid]
+    raw = [c for _, copies in replicas for c in copies]
     if replicas:
-        fillers = filling_copies(s, model, key, reader)
-        raw += [candidate_of(s, c, depth) for c, depth in fillers if c.id not in avoid]
-    best = choose_raw(here, memory.layout, raw)
-    if best is not None:
-        return [s.state.copies[best.copy]]
+        raw += filling_copies(s, model, key, reader)
+    candidates = [candidate_of(s, c) for c in raw if c.memory.layout == memory.layout and c.id not in avoid]
+    while (best := choose_raw(here, memory.layout, candidates)) is not None:
+        if not leads_to(s, s.state.copies[best.copy], reader.id):
+            return [s.state.copies[best.copy]]
+        candidates.remove(best)
     if not memory.portable:
         return []
     portable = [cs for _, cs in replicas if all(c.memory.portable and c.id not in avoid for c in cs)]
@@ -97,7 +105,14 @@ def lease_shard(s: Step, group: Group, shard: int, current: Round, promised: boo
         return False
     copies = choose_copies(s, group, reader, current, promised)
     current.leases[shard] = [grant(s, group, shard, current.number, copy).id for copy in copies]
+    if reader.copy is not None and reader.copy.state is CopyState.FILLING:
+        reader.copy.depth = depth_below(copies)
     return bool(copies)
+
+
+def depth_below(copies: list[Copy]) -> int:
+    """Return the depth of a copy that reads from these."""
+    return max((c.depth + 1 for c in copies if c.state is CopyState.FILLING), default=0)
 
 
 def describe_holders(s: Step, model: ModelState, key: VersionKey) -> str:

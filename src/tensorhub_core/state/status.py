@@ -36,7 +36,7 @@ def describe_version(s: Step, worker: Worker, request: int, m: DescribeVersion) 
     """List the layouts of a whole version."""
     model = s.model(worker)
     key = latest(model) if m.want is None else (current_epoch(model), m.want)
-    groups = [] if key is None else list(whole_groups(s, model, key))
+    groups = [] if key is None else sorted(whole_groups(s, model, key), key=lambda g: g.replica)
     if key is None or not groups:
         text = f"version {'latest' if key is None else show(key)} of model {model.name!r} is not whole anywhere; "
         return s.fail(worker, request, VersionUnavailable(text + describe_holders(s, model, key or (0, 0))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from tensorhub_core.errors import StateError, TensorHubError, VersionConflict
 from tensorhub_core.ids import Digest, VersionKey
@@ -35,7 +36,8 @@ def whole_at(s: Step, group: Group, key: VersionKey) -> bool:
 
 def whole_groups(s: Step, model: ModelState, key: VersionKey) -> Iterator[Group]:
     """Yield the replicas that offer the version whole and whose workers all seem to live."""
-    for group in model.groups.values():
+    for replica in model.holders.get(key, ()):
+        group = model.groups[replica]
         if whole_at(s, group, key) and not any(w.suspected for w in s.members(group)):
             yield group
 
@@ -169,7 +171,7 @@ def put_copy(s: Step, worker: Worker, key: VersionKey, memory: Registration, sum
     add_copy(
         s,
         worker,
-        Copy(new_copy_id(s), worker.id, key, memory, CopyState.PUBLISHED, sums, segments, True, memory.total_bytes),
+        Copy(new_copy_id(s), worker.id, key, memory, CopyState.PUBLISHED, sums, segments, True, 0, memory.total_bytes),
     )
     note_whole(s, s.group(worker), key)
 
@@ -177,10 +179,11 @@ def put_copy(s: Step, worker: Worker, key: VersionKey, memory: Registration, sum
 def note_whole(s: Step, group: Group, key: VersionKey) -> None:
     """Record that a version has become whole at a replica."""
     model = s.state.models[group.model]
-    s.touched.add(model.name)
     if not whole_at(s, group, key):
         return
     record = model.versions[key]
+    if not record.was_whole or len(list(islice(whole_groups(s, model, key), 2))) < 2:
+        s.touched.add(model.name)
     record.total_bytes = sum(w.memory.total_bytes for w in s.members(group) if w.memory is not None)
     if not record.was_whole:
         record.was_whole = True
@@ -205,7 +208,7 @@ def unpublish(s: Step, worker: Worker, request: int, _: Unpublish) -> None:
     copy.state = CopyState.DRAINING
     worker.unpublish_request = request
     s.state.draining.add(copy.id)
-    s.touched.add(worker.model)
+    s.touch(worker)
 
 
 def wait(s: Step, worker: Worker, request: int, m: Wait) -> None:
@@ -214,34 +217,33 @@ def wait(s: Step, worker: Worker, request: int, m: Wait) -> None:
     newer_than = None if m.newer_than is None else (m.newer_than[0], m.newer_than[1])
     if sum(w.worker == worker.id for w in model.waiting) >= s.state.config.max_deferred:
         return s.fail(worker, request, StateError("too many waits at once on one connection"))
-    model.waiting.append(Waiting(worker.id, request, newer_than))
-    s.touched.add(model.name)
+    waiting = Waiting(worker.id, request, newer_than)
+    model.waiting += settle_waits(s, model, [waiting])
 
 
-def settle_waits(s: Step, model: ModelState) -> None:
-    """Answer the waiters for whom something newer is available."""
+def settle_waits(s: Step, model: ModelState, waiters: list[Waiting]) -> list[Waiting]:
+    """Answer the waiters for whom something newer is available; return those who go on waiting."""
     newest = model.high
-    if not model.waiting or newest is None or s.state.in_grace(s.now) or latest(model) != newest:
-        return
+    if not waiters or newest is None or s.state.in_grace(s.now) or latest(model) != newest:
+        return waiters
     if next(whole_groups(s, model, newest), None) is None:
-        return
+        return waiters
     keep = []
-    for waiting in model.waiting:
+    for waiting in waiters:
         worker = s.state.workers.get(waiting.worker)
         if worker is not None and (waiting.newer_than is None or newest > waiting.newer_than):
             s.reply(worker, waiting.request, Available(*newest))
         elif worker is not None:
             keep.append(waiting)
-    model.waiting = keep
+    return keep
 
 
 def forget_old_versions(s: Step, model: ModelState) -> None:
     """Forget what nobody holds: versions that never were whole, and whole ones beyond the newest `kept_versions`."""
-    held = {c.key for c in s.state.copies.values() if s.holder(c).model == model.name}
     promised = {r.key for g in model.groups.values() for r in g.rounds.values()}
     ranked = sorted(model.versions, reverse=True)
     for place, key in enumerate(ranked):
-        if key in held or key in promised:
+        if key in model.holders or key in promised:
             continue
         if not model.versions[key].was_whole or place >= s.state.config.kept_versions:
             del model.versions[key]
