@@ -12,6 +12,8 @@ class Counters:
 
     received: int = 0
     sent: int = 0
+    hellos: int = 0
+    """Hellos of workers; observers are not counted."""
     malformed: int = 0
     """Not a message of this protocol: dropped, or answered with a failure when its header could be read."""
     mismatched: int = 0

@@ -50,11 +50,12 @@ class IdlePolicy:
     since_s: float
     first: bool = True
     withdrawn_s: float | None = None
+    hellos: int = 0
 
-    def look(self, now: float, workers: int) -> Idle:
-        """Say what to do at monotonic time `now` with so many workers."""
-        if workers:
-            self.since_s, self.first = now, False
+    def look(self, now: float, workers: int, hellos: int) -> Idle:
+        """Say what to do at monotonic time `now` with so many workers, and hellos since the hub's start."""
+        if workers or hellos > self.hellos:
+            self.since_s, self.first, self.hellos = now, False, hellos
             if self.withdrawn_s is None:
                 return Idle.STAY
             self.withdrawn_s = None
@@ -106,14 +107,15 @@ class Hub:
                 shutil.rmtree(self._far_folder, ignore_errors=True)
             get_logger("server").info("embedded hub ended; %s", self.loop.counters)
 
-    def _watch(self, now: float, workers: int) -> bool:
+    def _watch(self, now: float) -> bool:
+        workers = self.loop.workers()
         if not same_file(self._lock, self._folder / LOCK_FILE):
             # Somebody removed the folder's files: a new hub may be there by now. Those who are here are served on.
             return workers == 0
         if now - self._touched_s >= TOUCH_EVERY_S:
             self._touched_s = now
             self._touch()
-        decision = self._policy.look(now, workers)
+        decision = self._policy.look(now, workers, self.loop.counters.hellos)
         if decision is Idle.WITHDRAW:
             self.withdraw()
         elif decision is Idle.OFFER:

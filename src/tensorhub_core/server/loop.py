@@ -24,12 +24,12 @@ from tensorhub_core.server.options import bind_router
 from tensorhub_core.server.outbox import Delivery, Outbox
 from tensorhub_core.state.events import Disconnected, Drop, Effect, Event, Log, Received, Send, Tick
 from tensorhub_core.state.machine import step
-from tensorhub_core.state.messages import PROTOCOL, Failure, Reply
+from tensorhub_core.state.messages import PROTOCOL, Failure, Hello, Reply
 from tensorhub_core.state.records import MachineConfig, ServerState
 from tensorhub_core.wire.codec import MalformedMessage, decode_request, split
 
-Watch = Callable[[float, int], bool]
-"""Asked now and then with (now, workers in the state); True ends the loop."""
+Watch = Callable[[float], bool]
+"""Asked now and then with the monotonic time; True ends the loop."""
 
 BATCH = 256
 """Messages taken between two looks at the clock."""
@@ -91,7 +91,7 @@ class ServerLoop:
             self._tick_if_due(now)
             if watch is not None and now >= watch_at:
                 watch_at = now + WATCH_EVERY_S
-                if watch(now, self.workers()):
+                if watch(now):
                     return
 
     def workers(self) -> int:
@@ -168,6 +168,7 @@ class ServerLoop:
             if request:
                 self._answer(session, request, Failure(error.code, str(error)))
         else:
+            self.counters.hellos += isinstance(message, Hello) and not message.observer
             self._step(Received(session, request, message))
 
     # --- stepping and sending -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,8 @@ def _lock_socket(address: str, path: Path) -> int | None:
     """Hold a file lock beside the socket: a second bind on a live ipc path would succeed and steal its clients."""
     if path.name.startswith(("@", "*")):
         return None
+    if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
+        raise _bind_error(address, errno.ENAMETOOLONG)
     if accepts(path):
         raise _bind_error(address, errno.EADDRINUSE)
     try:
@@ -104,6 +107,8 @@ def _lock_socket(address: str, path: Path) -> int | None:
 def _numeric(rest: str) -> str:
     """Return HOST:PORT with a host name replaced by its address: ZeroMQ binds to numbers and interfaces only."""
     host, _, port = rest.rpartition(":")
+    if port != "*" and not (port.isdecimal() and int(port) < 1 << 16):
+        raise OSError(errno.EINVAL, "no port")  # ZeroMQ would take 70000 for 4464
     literal = host == "*" or host.startswith("[") or host.replace(".", "").isdigit()
     if literal or not host or host in {name for _, name in socket.if_nameindex()}:
         return rest
