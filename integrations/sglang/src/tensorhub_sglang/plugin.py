@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 
@@ -32,5 +33,4 @@ def register() -> None:
 
 def is_wanted(arguments: Sequence[str]) -> bool:
     """Tell whether a command line asks for weights from TensorHub."""
-    pairs = zip(arguments, [*arguments[1:], ""], strict=True)
-    return f"{FLAG}={NAME}" in arguments or (FLAG, NAME) in pairs
+    return f"{FLAG}={NAME}" in arguments or (FLAG, NAME) in itertools.pairwise(arguments)

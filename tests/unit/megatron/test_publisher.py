@@ -1,0 +1,243 @@
+"""A wrapped optimizer takes weights back before a step and publishes what came out, whatever happens in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tensorhub_core.errors import ConfigError, DeadlineExceeded, RegistrationError, StateError
+from tensorhub_megatron import Publisher, parameters_of
+
+
+class RecordingWorker:
+    """Remembers each call, and at each publish what a reader would see."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.events: list[str] = []
+        self.seen: dict[int, dict[str, torch.Tensor]] = {}
+        self.published = False
+        self.readers = 0
+
+    def publish(self, version: int) -> None:
+        assert not self.published
+        self.published = True
+        self.events.append(f"publish {version}")
+        self.seen[version] = {name: tensor.clone() for name, tensor in self.tensors.items()}
+
+    def unpublish(self, timeout_s: float | None = None) -> None:
+        assert self.published
+        if self.readers:
+            raise DeadlineExceeded(f"{self.readers} readers after {timeout_s} s")
+        self.published = False
+        self.events.append("unpublish")
+
+    def close(self) -> None:
+        self.events.append("close")
+
+
+class MegatronLikeOptimizer:
+    """No torch optimizer: `step` returns (success, gradient norm, zeros), as Megatron's does."""
+
+    def __init__(self, parameters: Iterator[torch.nn.Parameter]) -> None:
+        self.inner = torch.optim.SGD(parameters, lr=0.1)
+        self.overflow = False
+
+    def step(self) -> tuple[bool, float, int]:
+        if self.overflow:
+            return False, float("inf"), 0
+        self.inner.step()
+        return True, 1.0, 0
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
+
+
+@pytest.fixture
+def worker(model: torch.nn.Module) -> RecordingWorker:
+    return RecordingWorker(parameters_of(model))
+
+
+def backward(model: torch.nn.Module) -> None:
+    model.zero_grad()
+    model(torch.ones(3, 4)).square().mean().backward()
+
+
+def train_alone(model: torch.nn.Module, make: Any, steps: int) -> list[dict[str, torch.Tensor]]:
+    """Return the weights after each step of the same training without a publisher."""
+    optimizer = make(model.parameters())
+    after = []
+    for _ in range(steps):
+        backward(model)
+        optimizer.step()
+        after.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+    return after
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
+        MegatronLikeOptimizer,
+    ],
+)
+def test_readers_see_exactly_the_weights_after_each_step(
+    model: torch.nn.Module, worker: RecordingWorker, make: Any
+) -> None:
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    expected = [start, *train_alone(model, make, 3)]
+    model.load_state_dict(start)
+    optimizer = make(model.parameters())
+    with Publisher(worker, optimizer, start_version=10) as publisher:
+        for _ in range(3):
+            backward(model)
+            optimizer.step()
+        assert publisher.version == 13
+    steps = [event for version in (11, 12, 13) for event in ("unpublish", f"publish {version}")]
+    assert worker.events == ["publish 10", *steps, "close"]
+    for version, weights in zip((10, 11, 12, 13), expected, strict=True):
+        assert worker.seen[version].keys() == weights.keys()
+        assert all(torch.equal(worker.seen[version][name], weights[name]) for name in weights)
+
+
+def test_with_every_3_weights_stay_unpublished_while_they_change(
+    model: torch.nn.Module, worker: RecordingWorker
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    publisher = Publisher(worker, optimizer, every=3)
+    for _ in range(7):
+        backward(model)
+        optimizer.step()
+    assert worker.events == ["publish 0", "unpublish", "publish 1", "unpublish", "publish 2", "unpublish"]
+    assert publisher.version == 2
+
+
+def test_a_skipped_step_makes_no_version(model: torch.nn.Module, worker: RecordingWorker) -> None:
+    optimizer = MegatronLikeOptimizer(model.parameters())
+    publisher = Publisher(worker, optimizer)
+    optimizer.overflow = True
+    backward(model)
+    assert optimizer.step() == (False, float("inf"), 0)
+    assert publisher.version == 0
+    assert worker.published
+    optimizer.overflow = False
+    optimizer.step()
+    assert publisher.version == 1
+
+
+def test_an_overflow_seen_by_a_loss_scaler_publishes_nothing(model: torch.nn.Module, worker: RecordingWorker) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    publisher = Publisher(worker, optimizer)
+    for factor, version in ((float("inf"), 0), (1.0, 1)):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(3, 4)).square().mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert publisher.version == version
+    assert worker.events == ["publish 0", "unpublish", "publish 1"]
+
+
+def test_a_step_that_raises_publishes_nothing_until_one_succeeds(
+    model: torch.nn.Module, worker: RecordingWorker
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Publisher(worker, optimizer)
+
+    def failing_closure() -> float:
+        raise ArithmeticError("loss is not finite")
+
+    with pytest.raises(ArithmeticError):
+        optimizer.step(failing_closure)
+    assert not worker.published
+    backward(model)
+    optimizer.step()
+    assert worker.events == ["publish 0", "unpublish", "publish 1"]
+
+
+def test_weights_do_not_change_while_a_reader_stays(model: torch.nn.Module, worker: RecordingWorker) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    publisher = Publisher(worker, optimizer, timeout_s=0.5)
+    before = {name: tensor.clone() for name, tensor in worker.tensors.items()}
+    backward(model)
+    worker.readers = 1
+    with pytest.raises(DeadlineExceeded, match=r"1 readers after 0\.5 s"):
+        optimizer.step()
+    assert all(torch.equal(worker.tensors[name], before[name]) for name in before)
+    worker.readers = 0
+    optimizer.step()
+    assert publisher.version == 1
+
+
+@pytest.mark.parametrize("first", ["scheduler", "publisher"])
+def test_a_learning_rate_scheduler_works_with_it(
+    model: torch.nn.Module, worker: RecordingWorker, first: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if first == "scheduler":
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        publisher = Publisher(worker, optimizer)
+    else:
+        publisher = Publisher(worker, optimizer)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    backward(model)
+    optimizer.step()
+    scheduler.step()
+    assert publisher.version == 1
+    assert scheduler.get_last_lr() == [0.05]
+    publisher.close()
+    optimizer.step()
+    assert worker.events == ["publish 0", "unpublish", "publish 1", "close"]
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_close_gives_the_optimizer_its_own_step_back(model: torch.nn.Module, worker: RecordingWorker) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    publisher = Publisher(worker, optimizer)
+    with pytest.raises(StateError, match="attached already"):
+        Publisher(worker, optimizer)
+    publisher.close()
+    publisher.close()
+    assert "step" not in vars(optimizer)
+    assert worker.events == ["publish 0", "close"]
+    Publisher(RecordingWorker(worker.tensors), optimizer)
+
+
+def test_tied_parameters_have_all_their_names_and_share_memory() -> None:
+    embedding = torch.nn.Embedding(6, 4)
+    head = torch.nn.Linear(4, 6, bias=False)
+    head.weight = embedding.weight
+    found = parameters_of(torch.nn.ModuleDict({"embedding": embedding, "head": head}))
+    assert set(found) == {"embedding.weight", "head.weight"}
+    assert {tensor.data_ptr() for tensor in found.values()} == {embedding.weight.data_ptr()}
+
+
+def test_a_distributed_parameter_is_refused_by_name(tmp_path: Path) -> None:
+    from torch.distributed.tensor import distribute_module, init_device_mesh
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        sharded = distribute_module(torch.nn.Linear(4, 4), init_device_mesh("cpu", (1,)))
+        with pytest.raises(RegistrationError, match="'weight' is a shard of a distributed tensor"):
+            parameters_of(sharded)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("start_version", "every"), [(-1, 1), (0, 0), (0, -2)])
+def test_impossible_numbers_are_refused(
+    model: torch.nn.Module, worker: RecordingWorker, start_version: int, every: int
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError):
+        Publisher(worker, optimizer, start_version=start_version, every=every)
+    assert worker.events == []
