@@ -43,6 +43,8 @@ def scatter_bytes(
     `segment` u8 [segment bytes] is the box `segment_shape` in C order; `destination` u8 [storage bytes] is the tensor
     `destination_shape` in C order. Raises ValueError if sizes do not fit. Any thread.
     """
+    if not destination.flags.c_contiguous:
+        raise ValueError("the destination is not one run of bytes")
     item = _ITEM_TYPES[item_bytes]
     source = segment.view(item).reshape(segment_shape)
     target = destination.view(item).reshape(destination_shape)
@@ -58,7 +60,8 @@ def _box_of(
     lead = rank - array.ndim
     aligned = array.reshape((1,) * lead + array.shape)
     starts = (0,) * lead + start
-    box = aligned[tuple(slice(at, at + size) for at, size in zip(starts, shape, strict=True))]
+    # The ellipsis keeps a 0-dim box an array.
+    box = aligned[(..., *(slice(at, at + size) for at, size in zip(starts, shape, strict=True)))]
     if box.shape != shape:
         raise ValueError(f"box {start} + {shape} does not lie in an array of shape {array.shape}")
     return box
