@@ -1,4 +1,4 @@
-"""What plans do with ties, replicas, padding, expert axes and differences; bytes are compared with numpy slices."""
+"""What plans do with shards, replicas, padding and expert axes; bytes are compared with numpy slices."""
 
 from __future__ import annotations
 
@@ -9,64 +9,10 @@ import pytest
 
 from tensorhub_core.errors import LayoutMismatch
 from tensorhub_core.layout import assemble, cover
-from tensorhub_core.layout.canonical import build_layout
-from tensorhub_core.layout.plan import ReadPlan, plan_read
+from tensorhub_core.layout.plan import plan_read
 from tensorhub_core.layout.segments import segment_box, segment_table
 from tensorhub_core.layout.types import Box, Layout, TensorSpec
-from tests.property.layout.world import Bytes, execute, expected, fill, logical_tensor, sums_of
-
-DTYPE = "bfloat16"
-
-
-def spec(name: str, *shape: int, boxes: Sequence[Box] | None = None, dtype: str = DTYPE) -> TensorSpec:
-    """Describe a tensor."""
-    return TensorSpec(name, dtype, shape, None if boxes is None else tuple(boxes))
-
-
-def layout(*specs: TensorSpec, at: tuple[int, int] = (0, 1), tied: Sequence[str] = (), **more: object) -> Layout:
-    """Build one shard's layout with one group of tied names."""
-    return build_layout(specs, [tied], shard=at[0], num_shards=at[1], **more)  # type: ignore[arg-type]
-
-
-def truth(**shapes: tuple[int, ...]) -> dict[str, Bytes]:
-    """Draw the bytes of logical tensors."""
-    rng = np.random.default_rng(7)
-    return {name: logical_tensor(shape, DTYPE, rng) for name, shape in shapes.items()}
-
-
-def moved(destination: Layout, sources: Sequence[Layout], values: dict[str, Bytes]) -> ReadPlan:
-    """Plan with checksums, execute, compare with the truth, and return the plan."""
-    rng = np.random.default_rng(8)
-    memory = [fill(each, values, rng) for each in sources]
-    plan = plan_read(destination, sources, [sums_of(*pair) for pair in zip(sources, memory, strict=True)])
-    buffers, writes = execute(plan, destination, sources, memory)
-    assert max((int(each.max()) for each in writes if len(each)), default=0) <= 1
-    assert all(map(np.array_equal, buffers, expected(destination, values)))
-    return plan
-
-
-def refused(destination: Layout, sources: Sequence[Layout], sums: object = None) -> tuple[str, ...]:
-    """Return the differences for which a plan is refused."""
-    with pytest.raises(LayoutMismatch) as caught:
-        plan_read(destination, sources, sums)  # type: ignore[arg-type]
-    assert all(line in str(caught.value) for line in caught.value.differences)
-    return caught.value.differences
-
-
-def rows(name: str, total: int, count: int, index: int, *rest: int) -> TensorSpec:
-    """Describe one row shard."""
-    part = total // count
-    box = Box(name, (index * part, *(0 for _ in rest)), (part, *rest), (0, *(0 for _ in rest)))
-    return spec(name, part, *rest, boxes=[box])
-
-
-def columns(name: str, height: int, total: int, count: int, index: int) -> TensorSpec:
-    """Describe one column shard."""
-    part = total // count
-    return spec(name, height, part, boxes=[Box(name, (0, index * part), (height, part), (0, 0))])
-
-
-# --- raw plans -------------------------------------------------------------------------------------------------------
+from tests.unit.layout.shapes import columns, layout, moved, rows, spec, truth
 
 
 @pytest.mark.parametrize("tag", ["", "packed"])
@@ -99,9 +45,6 @@ def test_checksums_of_another_layout_are_refused() -> None:
     for sums in ([], [np.zeros(2, np.uint64)], [np.zeros(1, np.uint64)] * 2):
         with pytest.raises(LayoutMismatch, match="checksums"):
             plan_read(both, [both], sums)
-
-
-# --- resharding ------------------------------------------------------------------------------------------------------
 
 
 def test_row_shards_land_in_place() -> None:
@@ -230,174 +173,6 @@ def test_a_segment_that_two_tensors_need_is_read_once() -> None:
     assert plan.total_bytes == 32 * 4 * 2
     assert not plan.direct.any()
     assert [len(each) for each in plan.scatters.values()] == [2] * 4
-
-
-# --- ties ------------------------------------------------------------------------------------------------------------
-
-
-def tie(*, tied: bool, **more: object) -> Layout:
-    """Describe an embedding and a head, in one storage or two."""
-    return layout(
-        spec("embed", 12, 4), spec("head", 12, 4), spec("norm", 4), tied=("embed", "head") if tied else (), **more
-    )
-
-
-def tie_values(*, equal: bool) -> dict[str, Bytes]:
-    """Draw an embedding, and a head with the same bytes or others."""
-    values = truth(embed=(12, 4), head=(12, 4), norm=(4,))
-    return {**values, "head": values["embed"]} if equal else values
-
-
-@pytest.mark.parametrize(("here", "there"), [(True, True), (False, True), (True, False)])
-def test_tied_tensors_move_once(here: bool, there: bool) -> None:
-    plan = moved(tie(tied=here), [tie(tied=there, segment_bytes=32)], tie_values(equal=True))
-    assert plan.total_bytes == (12 + 1) * 4 * 2
-
-
-def test_tied_here_but_different_there_is_refused() -> None:
-    source = tie(tied=False, segment_bytes=32)
-    memory = fill(source, tie_values(equal=False), np.random.default_rng(0))
-    (line,) = refused(tie(tied=True), [source], [sums_of(source, memory)])
-    assert line.startswith("tied: 'embed' and 'head'")
-    assert refused(tie(tied=True), [source]) == (line,), "without checksums nothing proves them equal"
-
-
-def test_one_flipped_bit_unties() -> None:
-    source = tie(tied=False, segment_bytes=32)
-    values = tie_values(equal=True)
-    values["head"] = values["head"].copy()
-    values["head"][11, 3, 1] ^= 1
-    memory = fill(source, values, np.random.default_rng(0))
-    assert len(refused(tie(tied=True), [source], [sums_of(source, memory)])) == 1
-
-
-def test_a_tied_name_that_one_side_leaves_out() -> None:
-    """`named_parameters()` names a tied tensor once, `state_dict()` twice."""
-    values = tie_values(equal=True)
-    short = layout(spec("embed", 12, 4), spec("norm", 4))
-    moved(tie(tied=True), [short], values)
-    moved(short, [tie(tied=True)], values)
-    assert refused(tie(tied=False), [short]) == ("missing: the version has no 'head'",)
-    assert refused(short, [tie(tied=False)]) == ("extra: the version has 'head', not registered here",)
-
-
-def test_tied_head_on_the_last_pipeline_stage() -> None:
-    """The second copy of a tied embedding lies in another shard: equal checksums let a tied engine take either."""
-    values = tie_values(equal=True)
-    names = ("embed", "head")
-    stages = [layout(rows(names[s], 12, 1, 0, 4), at=(s, 2), segment_bytes=32) for s in range(2)]
-    boxes = [spec(name, 12, 4, boxes=[Box(name, (0, 0), (12, 4), (0, 0))]) for name in names]
-    moved(layout(*boxes, tied=names), stages, values)
-    other = tie_values(equal=False)
-    sums = [sums_of(each, fill(each, other, np.random.default_rng(0))) for each in stages]
-    assert refused(layout(*boxes, tied=names), stages, sums)[0].startswith("tied:")
-
-
-# --- differences -----------------------------------------------------------------------------------------------------
-
-
-def test_all_differences_are_listed() -> None:
-    here = layout(
-        spec("dtype", 4, dtype="float16"), spec("lost", 2), spec("rank", 4), spec("same", 4), spec("shape", 2, 3)
-    )
-    there = layout(
-        spec("dtype", 4), spec("more", 2), spec("rank", 2, 2), spec("same", 4), spec("shape", 3, 2), spec("zz")
-    )
-    assert refused(here, [there]) == (
-        "dtype of 'dtype': registered float16, the version has bfloat16",
-        "missing: the version has no 'lost'",
-        "shape of 'rank': registered with 1 axes, the version has (2, 2)",
-        "shape of 'shape': registered (2, 3), the version has (3, 2)",
-        "extra: the version has 'more', not registered here",
-        "extra: the version has 'zz', not registered here",
-    )
-
-
-def test_thousands_of_differences_keep_the_message_bounded() -> None:
-    specs = [spec("x" * 300 + f"{n:05}", 1) for n in range(5000)]
-    with pytest.raises(LayoutMismatch, match=r"(?s)5000 differences.*and \d+ more") as caught:
-        plan_read(layout(*specs), [layout()])
-    assert len(caught.value.differences) == 5000
-    assert len(str(caught.value)) < 100_000
-
-
-@pytest.mark.parametrize(("here", "there"), [("", "packed"), ("packed", ""), ("packed", "other"), ("packed", "packed")])
-def test_processed_bytes_go_to_equal_layouts_only(here: str, there: str) -> None:
-    lines = refused(layout(spec("a", 2), spec("b"), tag=here), [layout(spec("a", 2), tag=there)])
-    assert len([line for line in lines if line.startswith("tag: ")]) == 2 - (here, there).count("")
-    assert "missing: the version has no 'b'" in lines
-
-
-def test_an_engine_may_leave_tensors_out_but_nothing_it_wants_may_lack() -> None:
-    there = layout(spec("w", 8, 4), spec("rotary", 4))
-    moved(layout(rows("w", 8, 2, 1, 4), at=(1, 2)), [there], truth(w=(8, 4), rotary=(4,)))
-    beyond = layout(rows("w", 16, 2, 1, 4), at=(1, 2))
-    assert refused(beyond, [there]) == ("shape of 'w': registered up to (16, 4), the version has (8, 4)",)
-    shards = [layout(rows("w", 12, 3, r, 4), at=(r, 3)) for r in range(3)]
-    assert refused(layout(spec("w", 12, 4)), shards[:2]) == ("gap in 'w': the version does not hold (8, 0) to (12, 4)",)
-    assert refused(layout(spec("w", 8, 4)), shards) == ("shape of 'w': registered (8, 4), the version has (12, 4)",)
-
-
-def test_shards_that_disagree_about_a_tensor() -> None:
-    here = layout(rows("w", 8, 1, 0, 4))
-    pair = [layout(spec("w", 8, 4), at=(0, 2)), layout(spec("w", 6, 4), at=(1, 2))]
-    assert refused(here, pair) == ("shape of 'w': shards of the version disagree: (6, 4), (8, 4)",)
-    pair[1] = layout(spec("w", 8, 4, dtype="int16"), at=(1, 2))
-    assert refused(here, pair) == ("dtype of 'w': registered bfloat16, the version has bfloat16 and int16",)
-
-
-# --- plain shards ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("segment_bytes", [16, 4 << 20])
-def test_plain_shards_read_their_own_shard(segment_bytes: int) -> None:
-    """Shards registered without boxes hold different bytes under one name: shard 1 must never get those of shard 0."""
-    values = [truth(w=(8, 4), b=(4,)), {name: ~each for name, each in truth(w=(8, 4), b=(4,)).items()}]
-    specs = [spec("w", 8, 4), spec("b", 4)]
-    sources = [layout(*specs, at=(r, 2), segment_bytes=segment_bytes) for r in range(2)]
-    memory = [fill(each, held, np.random.default_rng(0)) for each, held in zip(sources, values, strict=True)]
-    for index in range(2):
-        here = layout(*specs, at=(index, 2), segment_bytes=64)
-        buffers, _ = execute(plan_read(here, sources), here, sources, memory)
-        assert all(map(np.array_equal, buffers, expected(here, values[index])))
-        short = layout(specs[0], at=(index, 2), segment_bytes=64)
-        assert refused(short, sources) == ("extra: the version has 'b', not registered here",)
-
-
-def test_plain_shards_are_not_taken_for_whole_tensors() -> None:
-    values = [truth(w=(8, 4)), {"w": ~truth(w=(8, 4))["w"]}]
-    sources = [layout(spec("w", 8, 4), at=(r, 2), segment_bytes=32) for r in range(2)]
-    sums = [
-        sums_of(each, fill(each, held, np.random.default_rng(0))) for each, held in zip(sources, values, strict=True)
-    ]
-    (line,) = refused(layout(spec("w", 8, 4)), sources, sums)
-    assert line.startswith("copies of 'w': shards 0 and 1")
-    assert len(plan_read(layout(spec("w", 8, 4)), sources, [sums[0]] * 2)) == 2
-
-
-def test_copies_may_differ_in_their_padding_only() -> None:
-    values = truth(w=(4, 4))
-    padded = spec("w4", 6, 4, boxes=[Box("w", (0, 0), (4, 4), (0, 0))])
-    sources = [layout(padded, at=(r, 2), segment_bytes=16) for r in range(2)]
-    memory = [fill(each, values, np.random.default_rng(r)) for r, each in enumerate(sources)]
-    assert not np.array_equal(memory[0][0], memory[1][0])
-    sums = [sums_of(*pair) for pair in zip(sources, memory, strict=True)]
-    assert plan_read(layout(spec("w", 4, 4)), sources, sums).total_bytes == 32
-    memory[1][0][5] ^= 1
-    sums[1] = sums_of(sources[1], memory[1])
-    assert refused(layout(spec("w", 4, 4)), sources, sums)[0].startswith("copies of 'w'")
-
-
-def test_plain_shards_by_layer_merge_into_one() -> None:
-    values = truth(**{f"layer{n}": (4, 2) for n in range(4)})
-    halves = [layout(*(spec(f"layer{n}", 4, 2) for n in (2 * r, 2 * r + 1)), at=(r, 2)) for r in range(2)]
-    whole = layout(*(spec(f"layer{n}", 4, 2) for n in range(4)))
-    moved(whole, halves, values)
-    moved(halves[1], [whole], values)
-    assert refused(layout(spec("layer0", 4, 2)), halves)[0].startswith("extra: the version has 'layer1'")
-
-
-# --- bounds ----------------------------------------------------------------------------------------------------------
 
 
 def test_layouts_cut_to_pieces_are_refused_in_bounded_work(monkeypatch: pytest.MonkeyPatch) -> None:
