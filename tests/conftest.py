@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
@@ -33,7 +34,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove the run's folders."""
     if _folder in config.stash:
+        _end_embedded_server(config.stash[_folder] / "xdg_runtime_dir" / "tensorhub" / "address")
         shutil.rmtree(config.stash[_folder], ignore_errors=True)
+
+
+def _end_embedded_server(record: Path) -> None:
+    """End the server that tests without an address started: it is detached, and would stay until it is idle."""
+    with contextlib.suppress(OSError, ValueError, KeyError, psutil.Error):
+        process = psutil.Process(json.loads(record.read_text())["pid"])
+        if _is(process, _EMBEDDED_SERVER):
+            process.kill()
+            process.wait(_END_TIMEOUT_S)
 
 
 @pytest.fixture(scope="session", autouse=True)
