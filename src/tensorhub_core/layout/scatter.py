@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import EllipsisType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +62,11 @@ def _box_of(
     aligned = array.reshape((1,) * lead + array.shape)
     starts = (0,) * lead + start
     # The ellipsis keeps a 0-dim box an array.
-    box = aligned[(..., *(slice(at, at + size) for at, size in zip(starts, shape, strict=True)))]
+    place: tuple[slice | EllipsisType, ...] = (
+        ...,
+        *(slice(at, at + size) for at, size in zip(starts, shape, strict=True)),
+    )
+    box = aligned[place]
     if box.shape != shape:
         raise ValueError(f"box {start} + {shape} does not lie in an array of shape {array.shape}")
     return box

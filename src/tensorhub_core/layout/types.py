@@ -12,7 +12,11 @@ IDENTITY_TAG = ""
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True):
-    """Place a region of a logical tensor in a physical one: `logical[offset:offset+shape]` is at `local_offset`."""
+    """Place a region of a logical tensor in a physical one: `logical[offset:offset+shape]` is at `local_offset`.
+
+    `offset` and `shape` have the logical tensor's rank, `local_offset` the physical one's. Where they differ, the last
+    axes correspond and the box has size 1 on the others (one expert's matrix in a stack of experts).
+    """
 
     logical: str
     offset: tuple[int, ...]
