@@ -53,9 +53,8 @@ def no_process_is_left_behind() -> Iterator[None]:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
     ours = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
-    _, alive = psutil.wait_procs(
-        [child for child in ours if not _is(child, *_MULTIPROCESSING)], timeout=_patience(ours)
-    )
+    ours = [child for child in ours if not _is(child, *_MULTIPROCESSING)]
+    _, alive = psutil.wait_procs(ours, timeout=_patience(ours))
     left = []
     for child in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
