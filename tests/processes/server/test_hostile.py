@@ -133,7 +133,9 @@ def test_nothing_that_arrives_is_executed(server: ServerProcess, tmp_path: Path)
     assert isinstance(ask(server.address, GetStatus(), timeout_s=10), StatusReply)
     assert not target.exists()
     (tmp_path / "bomb").write_bytes(bombs[0])
-    subprocess.run([sys.executable, "-m", "pickle", str(tmp_path / "bomb")], check=True, timeout=30, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "pickle", str(tmp_path / "bomb")], check=True, timeout=30, capture_output=True
+    )
     assert target.exists(), "the bomb works"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -10,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tensorhub_core.clock import SystemClock
 from tensorhub_core.client.oneshot import ask
+from tensorhub_core.clock import SystemClock
 from tensorhub_core.ids import SessionId
 from tensorhub_core.server import loop as loop_module
 from tensorhub_core.server.loop import ServerLoop
@@ -108,7 +109,7 @@ def test_failing_ticks_do_not_make_the_loop_spin(server: Server, monkeypatch: py
         client.hello()
         monkeypatch.setattr(loop_module, "step", broken)
         eventually(lambda: len(ticks) >= 4, "ticks go on")
-        gaps = [later - earlier for earlier, later in zip(ticks, ticks[1:], strict=False)]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(ticks)]
         assert min(gaps) >= loop_module.FAILED_TICK_PAUSE_S * 0.9
         assert isinstance(client.ask(Heartbeat()), Ok)
 
@@ -125,9 +126,7 @@ def test_a_push_to_a_connection_that_is_gone_becomes_an_event(seen: list[Event])
         eventually(lambda: Disconnected(SessionId(session)) in seen, "the machine hears of it")
 
 
-def test_a_session_that_cannot_be_reached_is_reported_once(
-    seen: list[Event], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_that_cannot_be_reached_is_reported_once(seen: list[Event], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_module.Outbox, "send", lambda *_: loop_module.Delivery.GONE)
     with serve() as server, RawClient(server.address) as client:
         client.post(Heartbeat())
