@@ -16,8 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from typing import Protocol
 
+from tensorhub_core.client.identity import Identity, Listener, Standing, checked, hello_of, same_error
 from tensorhub_core.client.link import Link, LinkEvent
 from tensorhub_core.clock import Deadline
 from tensorhub_core.errors import (
@@ -30,16 +30,11 @@ from tensorhub_core.errors import (
 )
 from tensorhub_core.observe.log import get_logger
 from tensorhub_core.state.messages import (
-    PROTOCOL,
     Available,
     Failure,
     Heartbeat,
-    Held,
-    Hello,
     NothingNewer,
     Promise,
-    PutBlob,
-    Register,
     Reply,
     Request,
     Superseded,
@@ -52,43 +47,6 @@ Answer = Callable[[Reply], None]
 _HELLO_AGAIN_S = 1.0
 _RESOLVE_AFTER_S = 1.0
 _JOIN_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who the worker is, for all its life."""
-
-    token: str
-    model: str
-    replica: str
-    shard: int = 0
-    num_shards: int = 1
-    stream: str | None = None
-    zone: str = ""
-    host: str = ""
-    spot: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """What a server that does not know the worker (any more) is told right after the hello."""
-
-    held: Held | None = None
-    blobs: tuple[PutBlob, ...] = ()
-    register: Register | None = None
-
-
-class Listener(Protocol):
-    """Hear what the server says unasked; called on the session's thread, must not block."""
-
-    def on_push(self, message: Reply) -> None:
-        """Hear a push that concerns a round."""
-
-    def on_reopened(self, welcome: Welcome, life: int) -> None:
-        """Hear that the session said hello again, for the `life`th time: requests of earlier lives are forgotten."""
-
-    def on_over(self, error: TensorHubError) -> None:
-        """Hear that the session is over for good."""
 
 
 @dataclass(slots=True)
@@ -274,23 +232,9 @@ class Session:
 
     def _say_hello(self) -> None:
         """Say who we are and what we hold; the answer is the welcome."""
-        me, standing = self._identity, self.standing
         self._greeted = False
         self._hello = next(self._numbers)
-        hello = Hello(
-            protocol=PROTOCOL,
-            token=me.token,
-            model=me.model,
-            replica=me.replica,
-            shard=me.shard,
-            num_shards=me.num_shards,
-            stream=me.stream,
-            zone=me.zone,
-            host=me.host,
-            spot=me.spot,
-            high=self.high,
-            held=standing.held,
-        )
+        hello = hello_of(self._identity, self.standing, self.high)
         self._link.send(encode(self._hello, hello))
         self._hello_due_s = time.monotonic() + _HELLO_AGAIN_S
 
@@ -419,15 +363,3 @@ class _Over(Exception):
     def __init__(self, error: TensorHubError) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-def checked(reply: Reply) -> Reply:
-    """Return a reply, or raise the error that it stands for."""
-    if isinstance(reply, Failure):
-        raise error_from_wire(reply.code, reply.message, reply.differences)
-    return reply
-
-
-def same_error(error: TensorHubError) -> TensorHubError:
-    """Return a fresh error of the same kind: one instance raised in several threads would mix their tracebacks."""
-    return error_from_wire(error.code, str(error))

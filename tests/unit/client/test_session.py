@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from tensorhub_core.client.session import Identity, Session, Standing
+from tensorhub_core.client.identity import Identity, Standing
+from tensorhub_core.client.session import Session
 from tensorhub_core.clock import Deadline
 from tensorhub_core.errors import (
     ConfigError,

@@ -1,0 +1,76 @@
+"""Who a worker is to the reference server, what it tells it, and who hears what the server says; no IO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from tensorhub_core.errors import TensorHubError, error_from_wire
+from tensorhub_core.state.messages import PROTOCOL, Failure, Held, Hello, PutBlob, Register, Reply, Welcome
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who the worker is, for all its life."""
+
+    token: str
+    model: str
+    replica: str
+    shard: int = 0
+    num_shards: int = 1
+    stream: str | None = None
+    zone: str = ""
+    host: str = ""
+    spot: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a server that does not know the worker (any more) is told right after the hello."""
+
+    held: Held | None = None
+    blobs: tuple[PutBlob, ...] = ()
+    register: Register | None = None
+
+
+class Listener(Protocol):
+    """Hear what the server says unasked; called on the session's thread, must not block."""
+
+    def on_push(self, message: Reply) -> None:
+        """Hear a push that concerns a round."""
+
+    def on_reopened(self, welcome: Welcome, life: int) -> None:
+        """Hear that the session said hello again, for the `life`th time: requests of earlier lives are forgotten."""
+
+    def on_over(self, error: TensorHubError) -> None:
+        """Hear that the session is over for good."""
+
+
+def hello_of(identity: Identity, standing: Standing, high: tuple[int, int] | None) -> Hello:
+    """Return the hello of a worker that has heard of versions up to `high`."""
+    return Hello(
+        protocol=PROTOCOL,
+        token=identity.token,
+        model=identity.model,
+        replica=identity.replica,
+        shard=identity.shard,
+        num_shards=identity.num_shards,
+        stream=identity.stream,
+        zone=identity.zone,
+        host=identity.host,
+        spot=identity.spot,
+        high=high,
+        held=standing.held,
+    )
+
+
+def checked(reply: Reply) -> Reply:
+    """Return a reply, or raise the error that it stands for."""
+    if isinstance(reply, Failure):
+        raise error_from_wire(reply.code, reply.message, reply.differences)
+    return reply
+
+
+def same_error(error: TensorHubError) -> TensorHubError:
+    """Return a fresh error of the same kind: one instance raised in several threads would mix their tracebacks."""
+    return error_from_wire(error.code, str(error))

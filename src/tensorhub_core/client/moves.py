@@ -1,0 +1,208 @@
+"""The moves of the client's round machine: what a round does next, once it is decided. Pure; see `machine`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tensorhub_core.client.rounds import (
+    Advance,
+    Ask,
+    Effect,
+    End,
+    Mode,
+    Phase,
+    Plan,
+    Read,
+    RoundState,
+    Stop,
+    Tell,
+    Withdraw,
+)
+from tensorhub_core.errors import CorruptTransfer, StateError, TensorHubError, VersionUnavailable
+from tensorhub_core.state.messages import (
+    Done,
+    Filling,
+    JoinRound,
+    LeaseFailure,
+    LeaveRound,
+    Promise,
+    Relocate,
+    Request,
+    Source,
+)
+
+MAX_FRUITLESS = 8
+"""Changes of source in a row without a new verified byte."""
+MAX_RELOCATIONS = 64
+LEAVE_GRACE_S = 2.0
+"""How long a caller whose deadline passed waits for the server's last word, so that it is told the truth."""
+STOP_GRACE_S = 30.0
+"""How long a read may take to stop before its memory is declared lost."""
+
+KINDS = ("lost", "stalled", "corrupt", "slow", "unreachable")
+_WAITS_FOR_SERVER = (Phase.JOINING, Phase.ENTERING, Phase.RELOCATING, Phase.CONFIRMING)
+
+
+@dataclass(slots=True)
+class Step:
+    """The state, the time, and the effects collected so far."""
+
+    state: RoundState
+    now: float
+    effects: list[Effect] = field(default_factory=list)
+
+    def ask(self, message: Request, phase: Phase) -> None:
+        """Send a request and wait for its answer in `phase`."""
+        self.state.asked += 1
+        self.state.phase = phase
+        self.effects.append(Ask(self.state.asked, message))
+
+    def end(self, end: End) -> None:
+        """End the round."""
+        self.state.phase = Phase.ENDED
+        self.effects.append(end)
+
+
+def join(s: Step) -> None:
+    """Join the round; a worker that was promised a version in an earlier life of the session wants the same again."""
+    state = s.state
+    if state.key is None:
+        message = JoinRound(state.number, state.want, state.mode, state.have, state.offer)
+    else:
+        # A server that still knows our committed copy answers an update with NothingNewer.
+        mode: Mode = "update" if state.done_asked else "replicate"
+        message = JoinRound(state.number, state.key[1], mode, None, state.offer)
+    s.ask(message, Phase.JOINING)
+
+
+def promised(s: Step, promise: Promise) -> None:
+    """Take a promise: the first one, one with other sources, or the same one in a new life of the session."""
+    state = s.state
+    key = (promise.epoch, promise.number)
+    if promise.round != state.number or not promise.sources or (state.key is not None and state.key != key):
+        text = f"version {promise.number} (epoch {promise.epoch}) from {len(promise.sources)} sources"
+        return leave(s, StateError(f"the server promised {text}, which is not what this round asked for"))
+    same = same_memory(state.sources, promise.sources)
+    before, state.sources, state.key = state.sources, promise.sources, key
+    state.lost.clear()
+    note_progress(s, promise.sources)
+    if state.running and same:
+        state.aliases = {
+            new.lease: state.aliases.get(old.lease, old.lease) for new, old in zip(promise.sources, before, strict=True)
+        }
+        state.phase, state.entered = Phase.READING, True
+        s.effects.append(Tell(Filling(state.number)))
+        for source in promise.sources:
+            s.effects.append(Advance(lease_of(state, source.lease), source.prefix, source.whole))
+    elif state.running:
+        state.phase, state.replan = Phase.READING, True
+        s.effects.append(Stop())
+    elif state.complete and same and state.sums is not None:
+        state.entered = True
+        s.effects.append(Tell(Filling(state.number)))
+        confirm(s)
+    else:
+        plan(s, keep=True)
+
+
+def same_memory(before: Sequence[Source], after: Sequence[Source]) -> bool:
+    """Tell whether two promises name the very same bytes: content, addresses and transport agents."""
+
+    def content(sources: Sequence[Source]) -> list[tuple[bytes, bytes, bytes]]:
+        return [(source.layout, source.placement, source.sums) for source in sources]
+
+    return bool(before) and content(before) == content(after)
+
+
+def note_progress(s: Step, sources: Sequence[Source]) -> None:
+    """Remember how much of each source may be read."""
+    s.state.prefixes = {source.lease: source.prefix for source in sources}
+    s.state.whole = {source.lease for source in sources if source.whole}
+
+
+def plan(s: Step, keep: bool) -> None:
+    """Plan the read of what is still missing, from the present sources."""
+    state = s.state
+    state.phase, state.replan, state.complete, state.sums = Phase.PLANNING, False, False, None
+    state.aliases = {}
+    s.effects.append(Plan(keep))
+
+
+def proceed(s: Step) -> None:
+    """Go on after planning: withdraw the old copy, say that filling begins, read."""
+    state = s.state
+    if state.lost:
+        return relocate_lost(s)
+    if state.published:
+        state.phase = Phase.WITHDRAWING
+        if not state.withdrawing:
+            state.withdrawing = True
+            s.effects.append(Withdraw())
+        return
+    if not state.entered:
+        return s.ask(Filling(state.number), Phase.ENTERING)
+    read(s)
+
+
+def read(s: Step) -> None:
+    """Start the read job."""
+    s.state.phase, s.state.running, s.state.touched = Phase.READING, True, True
+    s.effects.append(Read())
+
+
+def relocate_lost(s: Step) -> None:
+    """Ask for other sources in place of the lost ones."""
+    kinds = [(lease, reason if reason in KINDS else "lost") for lease, reason in s.state.lost.items()]
+    relocate(s, kinds, "; ".join(sorted(set(s.state.lost.values()))))
+
+
+def relocate(s: Step, failures: Sequence[tuple[str, str]], detail: str) -> None:
+    """Ask for other sources of the same version, a bounded number of times."""
+    state = s.state
+    state.fruitless += 1
+    state.relocations += 1
+    current = {lease_of(state, source.lease): source.lease for source in state.sources}
+    reports = [(current.get(lease, lease), kind if kind in KINDS else "lost") for lease, kind in failures]
+    if state.fruitless > MAX_FRUITLESS or state.relocations > MAX_RELOCATIONS:
+        corrupt = any(kind == "corrupt" for _, kind in reports)
+        error: TensorHubError = (CorruptTransfer if corrupt else VersionUnavailable)(
+            f"gave up after {state.relocations} changes of source; the last one failed: {detail or reports}"
+        )
+        return leave(s, error)
+    state.lost.clear()
+    message = Relocate(state.number, tuple(LeaseFailure(lease, kind) for lease, kind in reports))  # type: ignore[arg-type]
+    s.ask(message, Phase.RELOCATING)
+
+
+def confirm(s: Step) -> None:
+    """Ask whether the leases stood until the end (law L4)."""
+    assert s.state.sums is not None
+    s.ask(Done(s.state.number, s.state.sums), Phase.CONFIRMING)
+    s.state.done_asked = s.state.asked
+
+
+def lease_of(state: RoundState, lease: str) -> str:
+    """Return the lease under which the running read knows a source."""
+    return state.aliases.get(lease, lease)
+
+
+def leave(s: Step, error: BaseException) -> None:
+    """Break the round for all shards because this one cannot finish it."""
+    state = s.state
+    code = error.code if isinstance(error, TensorHubError) else TensorHubError.code
+    s.effects.append(Tell(LeaveRound(state.number, code, str(error) or type(error).__name__)))
+    if not state.running and state.phase in _WAITS_FOR_SERVER:
+        state.phase, state.ending, state.give_up_s = Phase.LEAVING, error, s.now + LEAVE_GRACE_S
+        return
+    fail(s, error)
+
+
+def fail(s: Step, error: BaseException) -> None:
+    """End the round; a running read is stopped first, so that no byte lands in memory the user got back."""
+    state = s.state
+    if state.running:
+        state.phase, state.ending, state.give_up_s = Phase.STOPPING, error, s.now + STOP_GRACE_S
+        s.effects.append(Stop())
+        return
+    s.end(End(error=error, dirty=state.touched, uncertain=bool(state.done_asked)))

@@ -1,0 +1,437 @@
+"""The client's round machine: each race by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from tensorhub_core.client import machine, moves
+from tensorhub_core.client.machine import step
+from tensorhub_core.client.reading import ReadEnd, ReadOutcome
+from tensorhub_core.client.rounds import (
+    Abandon,
+    Advance,
+    Answered,
+    Ask,
+    Begin,
+    Broken,
+    Effect,
+    End,
+    Event,
+    Plan,
+    PlanFailed,
+    Planned,
+    Pushed,
+    Read,
+    ReadEnded,
+    Reopened,
+    RoundState,
+    Settle,
+    Settled,
+    Stop,
+    Tell,
+    Tick,
+    Withdraw,
+    Withdrawn,
+)
+from tensorhub_core.errors import (
+    CorruptTransfer,
+    DeadlineExceeded,
+    LayoutMismatch,
+    StateError,
+    TransportError,
+    VersionUnavailable,
+)
+from tensorhub_core.state.messages import (
+    Committed,
+    Discard,
+    Done,
+    Failure,
+    Filling,
+    JoinRound,
+    LeaseFailure,
+    LeaseLost,
+    LeaveRound,
+    NothingNewer,
+    Ok,
+    Promise,
+    Relocate,
+    Reply,
+    RoundAborted,
+    Source,
+    SourceProgress,
+    Welcome,
+)
+
+E = TypeVar("E", bound=Effect)
+
+
+def source(lease: str = "l1", place: str = "a", whole: bool = True, prefix: int = 4) -> Source:
+    return Source(lease, "w", "r-" + place, 0, 1, b"layout", place.encode(), b"sums", whole, prefix)
+
+
+def outcome(end: ReadEnd, lease: str = "", kind: str = "", done: int = 0) -> ReadOutcome:
+    return ReadOutcome(end, np.zeros(0, np.bool_), done, lease, kind)
+
+
+VERIFIED = ReadEnded(outcome(ReadEnd.VERIFIED, done=100))
+CANCELLED = ReadEnded(outcome(ReadEnd.CANCELLED))
+
+
+@dataclass
+class Driver:
+    """Feed events and keep the effects; answers go to the newest request."""
+
+    state: RoundState = field(default_factory=lambda: RoundState(3, None, "replicate", None, True, 100.0, False))
+    now: float = 0.0
+
+    def feed(self, event: Event) -> list[Effect]:
+        _, effects = step(self.state, event, self.now)
+        return effects
+
+    def answer(self, reply: Reply) -> list[Effect]:
+        return self.feed(Answered(self.state.asked, reply))
+
+    def promise(self, *sources: Source, number: int = 7) -> list[Effect]:
+        return self.answer(Promise(self.state.number, 1, number, sources or (source(),)))
+
+    def to_reading(self) -> Driver:
+        self.feed(Begin())
+        assert self.promise() == [Plan(True)]
+        effects = self.feed(Planned())
+        if self.state.published:
+            assert effects == [Withdraw()]
+            effects = self.feed(Withdrawn())
+        assert effects == [Ask(self.state.asked, Filling(self.state.number))]
+        assert self.answer(Ok()) == [Read()]
+        return self
+
+    def to_confirming(self) -> Driver:
+        self.to_reading()
+        assert self.feed(VERIFIED) == [Settle()]
+        assert self.feed(Settled(b"digest")) == [Ask(self.state.asked, Done(self.state.number, b"digest"))]
+        return self
+
+
+def only(effects: list[Effect], kind: type[E]) -> E:
+    found = [effect for effect in effects if isinstance(effect, kind)]
+    assert len(found) == 1, effects
+    return found[0]
+
+
+def ended(effects: list[Effect]) -> End:
+    assert isinstance(effects[-1], End), effects
+    return effects[-1]
+
+
+def updating(**more: Any) -> Driver:
+    return Driver(RoundState(3, None, "update", (1, 6), True, 100.0, True, **more))
+
+
+def test_a_round_runs_from_promise_to_commit() -> None:
+    driver = Driver()
+    assert driver.feed(Begin()) == [Ask(1, JoinRound(3, None, "replicate", None, True))]
+    driver = Driver().to_confirming()
+    assert driver.answer(Committed(3, True)) == [End(key=(1, 7), published=True)]
+    assert driver.feed(Broken(KeyboardInterrupt())) == []
+
+
+def test_an_update_withdraws_its_old_copy_only_when_the_plan_stands() -> None:
+    driver = updating()
+    assert driver.feed(Begin()) == [Ask(1, JoinRound(3, None, "update", (1, 6), True))]
+    assert driver.promise() == [Plan(True)]
+    assert driver.feed(Planned()) == [Withdraw()]
+    assert driver.feed(Withdrawn()) == [Ask(2, Filling(3))]
+    assert not driver.state.touched
+    assert driver.answer(Ok()) == [Read()]
+    assert driver.state.touched
+
+
+def test_nothing_newer_ends_an_update_without_touching_anything() -> None:
+    driver = updating()
+    driver.feed(Begin())
+    assert driver.answer(NothingNewer(3, 1, 6)) == [End(key=(1, 6), held=True)]
+
+
+def test_another_layout_is_refused_before_the_old_copy_is_withdrawn() -> None:
+    driver = updating()
+    driver.feed(Begin())
+    driver.promise()
+    error = LayoutMismatch("w differs", ("w",))
+    told, end = driver.feed(PlanFailed(error))
+    assert told == Tell(LeaveRound(3, "layout_mismatch", "w differs"))
+    assert end == End(error=error)
+
+
+def test_a_refused_join_is_the_servers_error() -> None:
+    driver = Driver()
+    driver.feed(Begin())
+    end = ended(driver.answer(Failure("version_unavailable", "nobody holds 9")))
+    assert isinstance(end.error, VersionUnavailable)
+    assert not end.dirty
+
+
+@pytest.mark.parametrize("when", ["planning", "withdrawing", "entering"])
+def test_a_source_lost_before_the_read_is_replaced_first(when: str) -> None:
+    driver = updating()
+    driver.feed(Begin())
+    driver.promise()
+    lost = Pushed(LeaseLost(3, "l1", "its worker is gone"))
+    if when == "planning":
+        assert driver.feed(lost) == []
+        effects = driver.feed(Planned())
+    elif when == "withdrawing":
+        driver.feed(Planned())
+        assert driver.feed(lost) == []
+        effects = driver.feed(Withdrawn())
+    else:
+        driver.feed(Planned())
+        driver.feed(Withdrawn())
+        assert driver.feed(lost) == []
+        effects = driver.answer(Ok())
+    assert only(effects, Ask).message == Relocate(3, (LeaseFailure("l1", "lost"),))
+    assert driver.promise(source("l2", "b")) == [Plan(True)]
+
+
+def test_a_source_that_cannot_be_described_is_replaced() -> None:
+    driver = Driver()
+    driver.feed(Begin())
+    driver.promise()
+    ask = only(driver.feed(PlanFailed(StateError("no blob"), "l1")), Ask)
+    assert ask.message == Relocate(3, (LeaseFailure("l1", "unreachable"),))
+
+
+def test_a_lost_lease_stops_its_source_and_the_read_goes_on_elsewhere() -> None:
+    driver = Driver().to_reading()
+    assert driver.feed(Pushed(LeaseLost(3, "l1", "gone"))) == [Abandon("l1", "gone")]
+    failed = ReadEnded(outcome(ReadEnd.SOURCE_FAILED, "l1", "lost", done=50))
+    assert only(driver.feed(failed), Ask).message == Relocate(3, (LeaseFailure("l1", "lost"),))
+    assert driver.promise(source("l2", "b")) == [Plan(True)]
+    assert driver.feed(Planned()) == [Read()], "the memory is being filled already"
+
+
+def test_pushes_of_other_rounds_and_leases_mean_nothing() -> None:
+    driver = Driver().to_reading()
+    for message in (
+        LeaseLost(3, "other", "gone"),
+        SourceProgress("other", 5, False),
+        RoundAborted(2, "state_error", "old"),
+    ):
+        assert driver.feed(Pushed(message)) == []
+
+
+def test_progress_of_a_source_is_passed_on_or_kept_until_the_read_starts() -> None:
+    driver = Driver()
+    driver.feed(Begin())
+    driver.promise(source(whole=False, prefix=1))
+    assert driver.feed(Pushed(SourceProgress("l1", 3, False))) == []
+    assert driver.state.prefixes == {"l1": 3}
+    driver.feed(Planned())
+    driver.answer(Ok())
+    assert driver.feed(Pushed(SourceProgress("l1", 4, True))) == [Advance("l1", 4, True)]
+    assert driver.state.whole == {"l1"}
+
+
+def test_a_lease_lost_after_the_read_is_left_to_the_question_done() -> None:
+    driver = Driver().to_confirming()
+    assert driver.feed(Pushed(LeaseLost(3, "l1", "gone"))) == []
+    assert driver.answer(Discard(3, (source("l2", "b"),))) == [Plan(False)]
+    assert driver.feed(Planned()) == [Read()]
+
+
+def test_an_aborted_round_stops_the_read_before_it_ends() -> None:
+    driver = Driver().to_reading()
+    assert driver.feed(Pushed(RoundAborted(3, "state_error", "shard 1 is gone"))) == [Stop()]
+    end = ended(driver.feed(CANCELLED))
+    assert "shard 1" in str(end.error)
+    assert end.dirty
+
+
+def test_the_deadline_stops_the_read_before_it_ends() -> None:
+    driver = Driver().to_reading()
+    driver.now = 100.0
+    told, stop = driver.feed(Tick())
+    assert isinstance(told, Tell)
+    assert isinstance(told.message, LeaveRound)
+    assert told.message.code == "deadline_exceeded"
+    assert stop == Stop()
+    assert driver.feed(Tick()) == []
+    end = ended(driver.feed(VERIFIED))
+    assert isinstance(end.error, DeadlineExceeded)
+    assert end.dirty
+
+
+def test_a_read_that_does_not_stop_makes_the_memory_unquiet() -> None:
+    driver = Driver().to_reading()
+    driver.now = 100.0
+    driver.feed(Tick())
+    driver.now += moves.STOP_GRACE_S
+    end = ended(driver.feed(Tick()))
+    assert isinstance(end.error, TransportError)
+    assert end.unquiet
+
+
+def test_a_commit_that_crosses_the_deadline_is_believed() -> None:
+    driver = Driver().to_confirming()
+    driver.now = 100.0
+    assert isinstance(only(driver.feed(Tick()), Tell).message, LeaveRound)
+    assert driver.answer(Committed(3, True)) == [End(key=(1, 7), published=True)]
+
+
+@pytest.mark.parametrize("reply", [Failure("deadline_exceeded", "left"), None])
+def test_a_round_left_while_confirming_is_certain_only_with_the_servers_word(reply: Reply | None) -> None:
+    driver = Driver().to_confirming()
+    driver.now = 100.0
+    driver.feed(Tick())
+    if reply is None:
+        driver.now += moves.LEAVE_GRACE_S
+        end = ended(driver.feed(Tick()))
+    else:
+        end = ended(driver.answer(reply))
+    assert isinstance(end.error, DeadlineExceeded)
+    assert end.dirty
+    assert end.uncertain == (reply is None)
+
+
+def test_the_callers_own_error_comes_back_after_a_clean_stop() -> None:
+    driver = Driver().to_reading()
+    error = ZeroDivisionError("in progress()")
+    told, stop = driver.feed(Broken(error))
+    assert told == Tell(LeaveRound(3, "error", "in progress()"))
+    assert stop == Stop()
+    assert ended(driver.feed(CANCELLED)).error is error
+
+
+def test_changes_of_source_without_progress_are_bounded() -> None:
+    driver = Driver().to_reading()
+    failed = ReadEnded(outcome(ReadEnd.SOURCE_FAILED, "l1", "corrupt"))
+    for _ in range(moves.MAX_FRUITLESS):
+        assert isinstance(only(driver.feed(failed), Ask).message, Relocate)
+        driver.promise()
+        driver.feed(Planned())
+    end = ended(driver.feed(failed))
+    assert isinstance(end.error, CorruptTransfer)
+    assert end.dirty
+
+
+def test_progress_refills_the_budget_of_changes_but_not_for_ever() -> None:
+    driver, changes = Driver(RoundState(3, None, "replicate", None, True, None, False)).to_reading(), 0
+    while changes <= moves.MAX_RELOCATIONS:
+        changes += 1
+        effects = driver.feed(ReadEnded(outcome(ReadEnd.SOURCE_FAILED, "l1", "lost", done=changes)))
+        if isinstance(effects[-1], End):
+            break
+        driver.promise()
+        driver.feed(Planned())
+    assert changes == moves.MAX_RELOCATIONS + 1
+
+
+def test_discards_are_bounded() -> None:
+    driver = Driver().to_confirming()
+    for _ in range(machine.MAX_DISCARDS):
+        driver.answer(Discard(3, (source(),)))
+        driver.feed(Planned())
+        driver.feed(VERIFIED)
+        driver.feed(Settled(b"digest"))
+    driver.answer(Discard(3, (source(),)))
+    end = ended(driver.answer(Failure("version_unavailable", "left")))
+    assert isinstance(end.error, VersionUnavailable)
+
+
+def test_another_version_than_promised_is_refused() -> None:
+    driver = Driver().to_reading()
+    driver.feed(ReadEnded(outcome(ReadEnd.SOURCE_FAILED, "l1", "lost")))
+    driver.promise(number=8)
+    end = ended(driver.answer(Failure("state_error", "left")))
+    assert isinstance(end.error, StateError)
+    assert end.dirty
+
+
+def reopened(next_round: int = 0) -> Reopened:
+    return Reopened(Welcome("w2.1", 2, 1, next_round, 1, 5.0, 1.0))
+
+
+def test_a_lost_connection_while_joining_joins_again() -> None:
+    driver = updating()
+    driver.feed(Begin())
+    told, ask = driver.feed(reopened(9))
+    assert isinstance(told, Tell)
+    assert ask == Ask(2, JoinRound(9, None, "update", (1, 6), True))
+    assert driver.feed(Answered(1, NothingNewer(3, 1, 6))) == [], "the answer to an older request does not count"
+
+
+def test_a_running_read_goes_on_over_a_restart_under_the_same_memory() -> None:
+    driver = Driver().to_reading()
+    ask = only(driver.feed(reopened()), Ask)
+    assert ask.message == JoinRound(0, 7, "replicate", None, True)
+    effects = driver.promise(source("n1"))
+    assert effects == [Tell(Filling(0)), Advance("l1", 4, True)]
+    assert driver.feed(Pushed(SourceProgress("n1", 4, True))) == [Advance("l1", 4, True)]
+    assert driver.feed(Pushed(LeaseLost(0, "n1", "gone"))) == [Abandon("l1", "gone")]
+    failed = ReadEnded(outcome(ReadEnd.SOURCE_FAILED, "l1", "lost"))
+    assert only(driver.feed(failed), Ask).message == Relocate(0, (LeaseFailure("n1", "lost"),))
+
+
+def test_a_running_read_is_planned_again_when_the_restart_names_other_memory() -> None:
+    driver = Driver().to_reading()
+    driver.feed(reopened())
+    assert driver.promise(source("n1", "b")) == [Stop()]
+    assert driver.feed(CANCELLED) == [Plan(True)]
+    assert only(driver.feed(Planned()), Ask).message == Filling(0)
+
+
+def test_a_read_that_ends_before_the_new_promise_is_not_repeated() -> None:
+    driver = Driver().to_reading()
+    driver.feed(reopened())
+    assert driver.feed(VERIFIED) == []
+    assert driver.promise(source("n1")) == [Plan(True)]
+    driver.feed(Planned())
+    assert driver.answer(Ok()) == [Read()], "the driver finds nothing left to read"
+    assert driver.feed(VERIFIED) == [Settle()]
+
+
+def test_a_commit_lost_with_the_connection_is_found_again() -> None:
+    driver = Driver().to_confirming()
+    ask = only(driver.feed(reopened(4)), Ask)
+    assert ask.message == JoinRound(4, 7, "update", None, True)
+    assert driver.answer(NothingNewer(4, 1, 7)) == [End(key=(1, 7), published=True)]
+
+
+def test_a_done_lost_with_the_connection_is_asked_again_without_reading_again() -> None:
+    driver = Driver().to_confirming()
+    driver.feed(reopened())
+    effects = driver.promise(source("n1"))
+    assert effects == [Tell(Filling(0)), Ask(driver.state.asked, Done(0, b"digest"))]
+    assert driver.answer(Committed(0, True)) == [End(key=(1, 7), published=True)]
+
+
+def test_a_withdrawal_that_ends_after_a_lost_connection_is_not_repeated() -> None:
+    driver = updating()
+    driver.feed(Begin())
+    driver.promise()
+    assert driver.feed(Planned()) == [Withdraw()]
+    driver.feed(reopened())
+    driver.promise(source("n1"))
+    assert driver.feed(Planned()) == [], "it is still being withdrawn"
+    assert only(driver.feed(Withdrawn()), Ask).message == Filling(0)
+
+
+def test_a_session_that_is_over_ends_the_round_at_once_or_after_the_read() -> None:
+    error = StateError("another process took its place")
+    driver = Driver().to_reading()
+    assert driver.feed(Broken(error))[-1] == Stop()
+    assert ended(driver.feed(CANCELLED)).error is error
+
+
+def test_a_failed_withdrawal_leaves_the_memory_as_it_was() -> None:
+    driver = updating()
+    driver.feed(Begin())
+    driver.promise()
+    driver.feed(Planned())
+    error = DeadlineExceeded("readers")
+    end = ended(driver.feed(Withdrawn(error)))
+    assert end.error is error
+    assert not end.dirty
