@@ -64,7 +64,16 @@ class Transport(Protocol):
     name: str
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Make the regions readable by peers and writable by reads; raises TransportError and registers nothing."""
+        """Make more regions readable by peers and writable by reads; raises TransportError and registers nothing.
+
+        Peers see them in the next `describe()`. After a failure, earlier descriptions may be void: describe again.
+        """
+
+    def register_local(self, regions: Sequence[Region]) -> None:
+        """Make regions writable by reads that no peer may read (staging); replaces the last such set.
+
+        Raises TransportError and keeps the last set. No read may be in flight.
+        """
 
     def deregister(self) -> None:
         """Forget all regions. Call `revoke()` or make sure that nobody reads first."""
@@ -73,19 +82,30 @@ class Transport(Protocol):
         """Return what a peer needs for `attach`: the serving agent's metadata, after `register`."""
 
     def attach(self, description: bytes) -> PeerId:
-        """Connect the reading side to a peer; raises TransportError within a bounded time."""
+        """Connect the reading side to a peer; raises TransportError within a bounded time.
+
+        May return before the peer has answered; then the first read fails. A newer description of an attached peer
+        takes the older one's place: the older `PeerId` is then unknown.
+        """
 
     def detach(self, peer: PeerId) -> None:
         """Drop a peer; unknown peers are ignored."""
 
     def post(self, peer: PeerId, batch: Batch) -> ReadId:
-        """Start one read; may block for one chunk. Raises TransportError if the peer is known to be gone."""
+        """Start one read; may block for one chunk.
+
+        Raises TransportError if the peer is known to be gone, if a run lies outside the registered regions of either
+        side, and as long as a read that was closed unquiet has not been fenced. Nothing lands after such an error.
+        """
 
     def poll(self, read: ReadId) -> Progress:
         """Say where a read stands. Never blocks."""
 
     def close(self, read: ReadId) -> bool:
-        """Forget a read and return whether it is quiet: True only if no byte of it can land any more."""
+        """Forget a read and return whether it is quiet: True only if no byte of it can land any more.
+
+        Unknown reads, so also those from before a fence, are quiet.
+        """
 
     def fence(self) -> None:
         """Drop the reading side and make a new one: after it, no byte of an earlier read can land. Peers are lost."""

@@ -1,0 +1,40 @@
+"""Make transports by name; nothing of one is imported before it is asked for."""
+
+from __future__ import annotations
+
+import secrets
+
+from tensorhub_core.errors import TransportError
+from tensorhub_core.transport.base import Transport
+from tensorhub_core.transport.memory import MemoryNetwork, MemoryTransport
+
+TRANSPORTS: tuple[str, ...] = ("nixl",)
+"""The transports that move bytes between processes, best first."""
+
+
+def why_unavailable(name: str) -> str:
+    """Return why a transport does not load on this machine, or an empty text if it does."""
+    try:
+        make_transport(name).shutdown()
+    except TransportError as error:
+        return str(error)
+    return ""
+
+
+def make_transport(
+    name: str, *, token: str | None = None, interface: str | None = None, network: MemoryNetwork | None = None
+) -> Transport:
+    """Make a transport; raises TransportError if it does not load or is not known.
+
+    `token` makes its agents' names unique (None = drawn here). `interface` names the one network interface to use,
+    `network` the one inside this process that `memory` joins.
+    """
+    if name == "nixl":
+        from tensorhub_core.transport.nixl import NixlTransport
+
+        return NixlTransport(secrets.token_hex(8) if token is None else token, interface=interface)
+    if name == "memory":
+        if network is None:
+            raise TransportError("the memory transport moves bytes inside one process only: give it the network")
+        return MemoryTransport(network)
+    raise TransportError(f"there is no transport {name!r}: choose among {', '.join((*TRANSPORTS, 'memory'))}")
