@@ -41,9 +41,9 @@ def join(s: Step, worker: Worker, request: int, m: JoinRound) -> None:
     current = group.rounds.get(m.round)
     if current is None:
         other = group.open_round()
-        if other is not None or m.round < group.next_round:
+        if other is not None or m.round != group.next_round:
             number = group.next_round if other is None else other.number
-            text = f"round {m.round} of replica {group.replica!r} is over or another one is open (now {number})"
+            text = f"round {m.round} of replica {group.replica!r} cannot be joined now, {number} can"
             return s.fail(worker, request, StateError(text))
         current = Round(m.round, m.want, m.mode)
         group.rounds[m.round] = current

@@ -1,0 +1,118 @@
+"""Any message in any order, from any session: the machine answers, keeps its laws and never raises."""
+
+from __future__ import annotations
+
+import collections
+import random
+import typing
+
+import msgspec
+
+from tensorhub_core.ids import SessionId
+from tensorhub_core.state.events import Disconnected, Received, Send, Tick
+from tensorhub_core.state.invariants import check
+from tensorhub_core.state.machine import MachineConfig, ServerState, step
+from tensorhub_core.state.messages import (
+    PROTOCOL,
+    Done,
+    Filling,
+    Held,
+    Hello,
+    JoinRound,
+    LeaseFailure,
+    Leave,
+    LeaveRound,
+    Publish,
+    PutBlob,
+    Register,
+    Request,
+)
+from tests.sim.hub import digest
+
+KINDS: tuple[type, ...] = typing.get_args(Request)
+WEIGHTS = {Done: 12, Filling: 8, JoinRound: 8, PutBlob: 8, Register: 8, Hello: 1, Leave: 1, LeaveRound: 1}
+DATA = [b"layout", b"placement", b"sums", b"other"]
+
+
+def any_value(chance: random.Random, kind: object, state: ServerState) -> object:
+    """Draw a value of a field's type, mostly one that means something."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is int:
+        return chance.choice([0, 0, 0, 1, 1, 2, 3, -1, 2**40])
+    if kind is bool:
+        return chance.random() < 0.5
+    if kind is float:
+        return chance.random()
+    if kind is str:
+        return chance.choice(["policy", "a", "b", "", "x" * 2000, *sorted(state.leases)[:3]])
+    if kind is bytes:
+        return chance.choice([*map(digest, DATA), *DATA, b""])
+    if origin is typing.Literal:
+        return chance.choice(args)
+    if origin is tuple and args[-1] is Ellipsis:
+        return tuple(any_value(chance, args[0], state) for _ in range(chance.randrange(3)))
+    if origin is tuple:
+        return tuple(any_value(chance, a, state) for a in args)
+    if kind in (LeaseFailure, Held) or kind in KINDS:
+        return any_message(chance, typing.cast(type, kind), state)
+    if kind is type(None):
+        return None
+    return any_value(chance, chance.choice(args), state)
+
+
+def any_message(chance: random.Random, kind: type, state: ServerState, name: str = "") -> typing.Any:
+    """Draw a message of a kind; some are made to fit so that the walk gets anywhere."""
+    hints = typing.get_type_hints(kind)
+    fields = {name: any_value(chance, hints[name], state) for name in kind.__struct_fields__}
+    if kind is Hello and chance.random() < 0.97:
+        fields |= {
+            "protocol": PROTOCOL,
+            "model": "policy",
+            "replica": name,
+            "token": name + chance.choice("111112"),
+            "num_shards": 1,
+            "shard": 0,
+        }
+        fields |= {"high": None, "held": None, "observer": False, "stream": None}
+    group = next((m.groups[r] for m in state.models.values() for r in m.groups if r == name), None)
+    if "round" in fields and group is not None and chance.random() < 0.9:
+        current = group.open_round()
+        fields["round"] = group.next_round if current is None else current.number
+        fields |= {"want": None, "mode": "replicate"} if "want" in fields else {}
+    if kind is PutBlob and chance.random() < 0.9:
+        data = chance.choice(DATA)
+        fields = {"digest": digest(data), "data": data}
+    if kind is Done and chance.random() < 0.9:
+        fields["sums"] = digest(b"sums")
+    if kind in (Register, Publish) and chance.random() < 0.9:
+        fields |= {"layout": digest(b"layout"), "placement": digest(b"placement")} if kind is Register else {}
+        fields |= {"sums": digest(b"sums"), "held_epoch": None} if kind is Publish else {}
+    return kind(**fields)
+
+
+def test_nonsense_neither_raises_nor_breaks_a_law() -> None:
+    heard: collections.Counter[str] = collections.Counter()
+    for seed in range(60):
+        chance, now = random.Random(seed), 0.0
+        state = ServerState.new(MachineConfig(server_epoch=1), now)
+        sessions = [SessionId(b"s%d" % k) for k in range(4)]
+        for number in range(1, 400):
+            session = chance.choice(sessions)
+            draw = chance.random()
+            if draw < 0.05:
+                now += chance.choice([0.1, 1.0, 6.0, 20.0])
+                state, _ = step(state, Tick(), now)
+            elif draw < 0.07:
+                state, _ = step(state, Disconnected(session), now)
+            else:
+                kind = chance.choices(KINDS, [WEIGHTS.get(k, 4) for k in KINDS])[0]
+                if session not in state.sessions and chance.random() < 0.8:
+                    kind = Hello
+                message = any_message(chance, kind, state, session.decode())
+                message = msgspec.convert(msgspec.to_builtins(message), type(message))
+                state, effects = step(state, Received(session, number, message), now)
+                heard.update(type(e.message).__name__ for e in effects if isinstance(e, Send))
+            broken = check(state)
+            assert not broken, (seed, number, broken)
+    for kind in ("Published", "Promise", "Committed", "Discard", "RoundAborted", "LeaseLost", "Superseded"):
+        assert heard[kind], f"the walk never got as far as {kind}: {heard}"
