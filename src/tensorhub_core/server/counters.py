@@ -27,21 +27,32 @@ class Counters:
 
 
 @dataclass(slots=True)
+class _Window:
+    """The lines of one kind since `since_s`."""
+
+    since_s: float
+    said: int = 0
+    skipped: int = 0
+
+
+@dataclass(slots=True)
 class RateLimitedLog:
-    """Log at most one line per kind and `every_s` seconds, and say how many were left out."""
+    """Log few lines per kind in any `every_s` seconds, and say how many were left out."""
 
     logger: logging.Logger
     every_s: float = 5.0
-    _last: dict[str, float] = field(default_factory=dict)
-    _skipped: dict[str, int] = field(default_factory=dict)
+    _windows: dict[str, _Window] = field(default_factory=dict)
 
-    def log(self, kind: str, level: int, text: str, now: float, *, trace: bool = False) -> bool:
-        """Log `text` unless a line of this `kind` was logged less than `every_s` ago; return whether it was."""
-        last = self._last.get(kind)
-        if last is not None and now - last < self.every_s:
-            self._skipped[kind] = self._skipped.get(kind, 0) + 1
+    def log(self, kind: str, level: int, text: str, now: float, *, most: int = 1, trace: bool = False) -> bool:
+        """Log `text` unless `most` lines of this `kind` were logged lately; return whether it was."""
+        window = self._windows.get(kind)
+        skipped = 0
+        if window is None or now - window.since_s >= self.every_s:
+            skipped = 0 if window is None else window.skipped
+            window = self._windows[kind] = _Window(now)
+        if window.said >= most:
+            window.skipped += 1
             return False
-        self._last[kind] = now
-        skipped = self._skipped.pop(kind, 0)
+        window.said += 1
         self.logger.log(level, "%s%s", text, f" ({skipped:,} more like it)" if skipped else "", exc_info=trace)
         return True

@@ -35,6 +35,8 @@ BATCH = 256
 """Messages taken between two looks at the clock."""
 WATCH_EVERY_S = 0.25
 FAILED_TICK_PAUSE_S = 0.1
+MACHINE_LINES = 200
+"""Lines of one level that the machine may log in five seconds: clients that come and go must not fill a disk."""
 MOST_WAIT_S = 10.0
 _FRAMES_OF_A_MESSAGE = 2
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -209,7 +211,8 @@ class ServerLoop:
         if isinstance(effect, Drop):
             self._outbox.forget(effect.session)
         elif isinstance(effect, Log):
-            self._logger.log(_LEVELS.get(effect.level, logging.INFO), "%s", effect.text)
+            level = _LEVELS.get(effect.level, logging.INFO)
+            self._limited.log(f"machine {effect.level}", level, effect.text, self._clock.now(), most=MACHINE_LINES)
         return None
 
     def _answer(self, session: SessionId, request: int, message: Reply) -> bool:

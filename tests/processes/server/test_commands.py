@@ -236,7 +236,7 @@ def test_watching_outlives_the_server(tmp_path: Path) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
     first = ServerProcess("--bind", address, errors=tmp_path / "first")
     command = [sys.executable, "-m", "tensorhub_core.cli.main", "status", "--watch", "--server", address]
-    environment = {**os.environ, "TENSORHUB_CONNECT_TIMEOUT_S": "0.5", "COLUMNS": "150"}
+    environment = {**os.environ, "TENSORHUB_CONNECT_TIMEOUT_S": "2", "COLUMNS": "150"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as watch:
         assert watch.stdout is not None
         assert address in watch.stdout.readline()

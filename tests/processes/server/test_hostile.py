@@ -18,6 +18,7 @@ import msgspec
 import pytest
 import zmq
 
+from tensorhub_core.cli.serve import allow_many_connections
 from tensorhub_core.client.oneshot import ask
 from tensorhub_core.errors import ProtocolMismatch
 from tensorhub_core.server.options import SEND_QUEUE
@@ -242,19 +243,20 @@ def test_a_flood_of_unread_small_requests_is_bounded(server: ServerProcess) -> N
     with RawClient(server.address, RCVHWM=1, SNDHWM=1000) as client:
         frames = encode(9, GetStatus())
         sent = 0
-        deadline = time.monotonic() + 3
-        while time.monotonic() < deadline and sent < 50_000:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and sent < 20_000:
             try:
                 client.socket.send_multipart(frames, zmq.NOBLOCK)
                 sent += 1
             except zmq.Again:
                 time.sleep(0.001)
-        assert sent > 5000
+        assert sent == 20_000
         assert server.memory_bytes() - before < 64 * MIB
 
 
 def test_a_thousand_connections_that_say_hello_at_once(server: ServerProcess) -> None:
     connections = 1000
+    allow_many_connections()
     with zmq.Context() as context:
         context.set(zmq.MAX_SOCKETS, connections + 10)
         clients = [RawClient(server.address, context) for _ in range(connections)]

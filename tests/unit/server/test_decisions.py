@@ -191,6 +191,14 @@ def test_the_log_is_limited_per_kind_and_counts_what_it_left_out(caplog: pytest.
     ]
 
 
+def test_a_kind_may_have_several_lines_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    limited = RateLimitedLog(logging.getLogger("tensorhub.test"), every_s=5.0)
+    with caplog.at_level(logging.WARNING, "tensorhub.test"):
+        said = [limited.log("a", logging.WARNING, "line", now / 10, most=3) for now in range(100)]
+    assert [index for index, was in enumerate(said) if was] == [0, 1, 2, 50, 51, 52]
+    assert [record.getMessage() for record in caplog.records][3:] == ["line (47 more like it)", "line", "line"]
+
+
 def test_the_machine_gets_the_settings_and_a_grace_of_one_lease() -> None:
     config = machine_config(ServerConfig(lease_s=7.0, heartbeat_s=2.0), 99)
     assert (config.server_epoch, config.lease_s, config.heartbeat_s, config.grace_s) == (99, 7.0, 2.0, 7.0)
