@@ -50,6 +50,17 @@ def test_a_port_that_another_program_uses_is_refused() -> None:
             serve(bind)
 
 
+def test_a_unix_socket_that_another_program_uses_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "other.sock"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        with pytest.raises(AddressInUse, match=str(path)):
+            serve(f"ipc://{path}")
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+
+
 def test_the_command_says_it_in_one_line_and_exits_with_1(tmp_path: Path) -> None:
     with server_process(tmp_path) as first:
         done = subprocess.run(
