@@ -54,7 +54,8 @@ def step(state: ServerState, event: Event, now: float) -> tuple[ServerState, lis
     elif isinstance(event, Tick):
         tick(s)
     elif isinstance(event, Disconnected):
-        pass
+        # What was sent to it is lost: it has to say hello again, and what it waits for it asks again.
+        state.sessions.pop(event.session, None)
     settle(s)
     return state, s.effects
 
@@ -140,6 +141,7 @@ def cancel(s: Step, worker: Worker, request: int, m: Cancel) -> None:
 
 def tick(s: Step) -> None:
     """Do what only time brings about."""
+    s.state.ticked_s = s.now
     membership.check_silence(s)
     for model in s.state.models.values():
         rounds.check_rounds(s, model)

@@ -227,18 +227,19 @@ class ServerState:
     blobs: dict[Digest, BlobEntry] = field(default_factory=dict)
     draining: set[CopyId] = field(default_factory=set)
     blob_bytes: int = 0
+    ticked_s: float = 0.0
     swept_s: float = 0.0
 
     @classmethod
     def new(cls, config: MachineConfig, now: float) -> ServerState:
         """Return the state of a server that has just started."""
-        return cls(config=config, started_s=now, now_s=now, swept_s=now)
+        return cls(config=config, started_s=now, now_s=now, ticked_s=now, swept_s=now)
 
     def next_deadline(self, now: float) -> float | None:
         """Return when the next `Tick` is due at the latest; None when there is nothing to watch."""
         if not self.workers and not self.blobs:
             return None
-        return max(now, self.now_s + min(self.config.heartbeat_s, self.config.lease_s / 4))
+        return max(now, self.ticked_s + min(self.config.heartbeat_s, self.config.lease_s / 4))
 
     def in_grace(self, now: float) -> bool:
         """Tell whether the server still only listens (law L5)."""

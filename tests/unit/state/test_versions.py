@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tensorhub_core.state.events import Disconnected
 from tensorhub_core.state.messages import (
     Failure,
     GetBlob,
@@ -253,3 +254,23 @@ def test_status_says_who_holds_and_who_reads() -> None:
     reader, trainer = model.replicas
     assert (trainer.state, trainer.version, trainer.zone) == ("published", 7, "us")
     assert (reader.state, reader.version) == ("idle", None)
+
+
+def test_a_worker_whose_replies_were_lost_says_hello_again() -> None:
+    hub = Hub()
+    t = worker(hub, "trainer")
+    t.publish(3, b"three", Published)
+    hub.feed(Disconnected(t.session))
+    t.ask(Heartbeat())
+    assert t.pushed(UnknownSession)
+    t.call(Hello(1, t.session.decode(), "policy", "trainer"), Welcome)
+    assert t.publish(3, b"three", Published).number == 3
+
+
+def test_steady_traffic_does_not_put_off_the_tick() -> None:
+    hub = Hub()
+    t = worker(hub, "trainer")
+    due = hub.state.next_deadline(hub.now)
+    hub.now += 0.5
+    t.call(Heartbeat(), Ok)
+    assert hub.state.next_deadline(hub.now) == due
