@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tensorhub_core.errors import TensorHubError
-from tensorhub_core.ids import ModelName, ReplicaName, WorkerId
+from tensorhub_core.ids import ModelName, ReplicaName, SessionId, WorkerId
 from tensorhub_core.state.events import Drop, Effect, Log, Send
 from tensorhub_core.state.messages import Failure, Reply
 from tensorhub_core.state.records import Copy, Group, ModelState, ServerState, Worker
+
+
+NO_SESSION = SessionId(b"")
+"""Session of a worker whose replies could not be delivered."""
 
 
 @dataclass(slots=True)
@@ -26,16 +30,18 @@ class Step:
     touched_groups: set[tuple[ModelName, ReplicaName]] = field(default_factory=set)
 
     def reply(self, worker: Worker, request: int, message: Reply) -> None:
-        """Answer a request of a worker."""
-        self.effects.append(Send(worker.session, request, message))
+        """Answer a request of a worker, if it can be reached."""
+        if worker.session != NO_SESSION:
+            self.effects.append(Send(worker.session, request, message))
 
     def fail(self, worker: Worker, request: int, error: TensorHubError) -> None:
         """Refuse a request of a worker."""
         self.reply(worker, request, failure(error))
 
     def push(self, worker: Worker, message: Reply) -> None:
-        """Tell a worker something it did not ask for."""
-        self.effects.append(Send(worker.session, 0, message))
+        """Tell a worker something it did not ask for, if it can be reached."""
+        if worker.session != NO_SESSION:
+            self.effects.append(Send(worker.session, 0, message))
 
     def log(self, level: str, text: str) -> None:
         """Log a line."""
@@ -43,7 +49,8 @@ class Step:
 
     def drop(self, worker: Worker) -> None:
         """Forget a worker's session."""
-        self.effects.append(Drop(worker.session))
+        if worker.session != NO_SESSION:
+            self.effects.append(Drop(worker.session))
 
     def new_id(self, kind: str) -> str:
         """Return an id that was never used, in this server life or an earlier one (law L8)."""

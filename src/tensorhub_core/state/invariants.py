@@ -31,7 +31,9 @@ def references_agree(state: ServerState) -> Iterator[str]:
         if (copy.state is CopyState.DRAINING) != (copy.id in state.draining):
             yield f"copy {copy.id} is {copy.state} but draining={copy.id in state.draining}"
     for worker in state.workers.values():
-        if state.sessions.get(worker.session, worker.id) != worker.id or not worker.leases <= state.leases.keys():
+        if (
+            worker.session and state.sessions.get(worker.session) != worker.id
+        ) or not worker.leases <= state.leases.keys():
             yield f"worker {worker.id} has a dead session or lease"
     if state.blob_bytes != sum(len(entry.data) for entry in state.blobs.values()):
         yield f"{state.blob_bytes} blob bytes are not the sum of the blobs"

@@ -54,8 +54,7 @@ def step(state: ServerState, event: Event, now: float) -> tuple[ServerState, lis
     elif isinstance(event, Tick):
         tick(s)
     elif isinstance(event, Disconnected):
-        # What was sent to it is lost: it has to say hello again, and what it waits for it asks again.
-        state.sessions.pop(event.session, None)
+        membership.lose_session(s, event.session)
     settle(s)
     return state, s.effects
 

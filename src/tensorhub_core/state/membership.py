@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tensorhub_core.errors import ConfigError, ProtocolMismatch, StateError, TensorHubError
 from tensorhub_core.ids import Digest, ModelName, ReplicaName, SessionId, VersionKey, WorkerId
-from tensorhub_core.state.context import Step, failure
+from tensorhub_core.state.context import NO_SESSION, Step, failure
 from tensorhub_core.state.events import Send
 from tensorhub_core.state.leases import drop_copy, end_lease, revoke_lease
 from tensorhub_core.state.messages import PROTOCOL, Hello, Ok, Register, Superseded, Welcome
@@ -118,6 +118,13 @@ def resume(s: Step, worker: Worker, session: SessionId) -> Worker:
         s.state.sessions[session] = worker.id
     worker.last_seen_s, worker.suspected = s.now, False
     return worker
+
+
+def lose_session(s: Step, session: SessionId) -> None:
+    """Detach a worker whose replies were lost: it has to say hello again, and asks again what it waits for."""
+    worker = s.state.sessions.pop(session, None)
+    if worker is not None:
+        s.state.workers[worker].session = NO_SESSION
 
 
 def forget_session(s: Step, session: SessionId) -> None:
