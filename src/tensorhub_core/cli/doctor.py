@@ -1,0 +1,229 @@
+"""`tensorhub doctor`: say which transports work on this machine, how fast, and why not."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import click
+from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from tensorhub_core.cli import loopback, machine
+from tensorhub_core.cli.common import existing_server, printable, server_option
+from tensorhub_core.client.oneshot import ask
+from tensorhub_core.errors import TensorHubError
+from tensorhub_core.state.messages import GetStatus, StatusReply
+from tensorhub_core.transport.registry import TRANSPORTS, why_unavailable
+
+_FEW_FILES = 1024
+_PACKAGES = ("tensorhub-core", "nixl", "torch", "numpy", "pyzmq")
+
+
+@dataclass(frozen=True, slots=True)
+class TransportFinding:
+    """Whether a transport loads and what its loopback probe gave; `gb_per_s` counts 1e9 bytes."""
+
+    name: str
+    loads: bool
+    works: bool
+    gb_per_s: float | None
+    probe_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFinding:
+    """Whether the reference server answers."""
+
+    address: str | None
+    reachable: bool
+    epoch: int | None
+    models: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Everything that `doctor` finds; `--json` prints it as it is."""
+
+    python: str
+    system: str
+    packages: dict[str, str | None]
+    transports: tuple[TransportFinding, ...]
+    network_cards: tuple[machine.Nic, ...]
+    rdma_ports: tuple[machine.RdmaPort, ...]
+    ucx: machine.Ucx
+    cross_memory: machine.Cma
+    limits: machine.Limits
+    server: ServerFinding
+
+    @property
+    def healthy(self) -> bool:
+        """Tell whether at least one transport moves bytes between processes."""
+        return any(transport.works for transport in self.transports)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option(
+    "--probe-bytes",
+    type=click.IntRange(min=1 << 20),
+    default=loopback.PROBE_BYTES,
+    help="How much each loopback probe moves. [128 MiB]",
+)
+@server_option
+def doctor(as_json: bool, probe_bytes: int, server: str | None) -> None:
+    """Say which transports work on this machine and how fast, what they have to work with, and if a hub answers.
+
+    Exits with 1 only if no transport moves bytes from one process to another.
+    """
+    findings = examine(server, probe_bytes)
+    if as_json:
+        sys.stdout.write(json.dumps(asdict(findings), indent=2) + "\n")
+    else:
+        Console().print(render(findings))
+    if not findings.healthy:
+        click.echo("Error: no transport works here: `pip install nixl`, or see the reasons above", err=True)
+        click.get_current_context().exit(1)
+
+
+def examine(server: str | None, probe_bytes: int) -> Findings:
+    """Look at everything; takes some seconds."""
+    return Findings(
+        python=platform.python_version(),
+        system=platform.platform(),
+        packages={name: _installed(name) for name in _PACKAGES},
+        transports=tuple(examine_transport(name, probe_bytes) for name in TRANSPORTS),
+        network_cards=machine.network_cards(),
+        rdma_ports=machine.rdma_ports(),
+        ucx=machine.ucx(),
+        cross_memory=machine.cross_memory(),
+        limits=machine.limits(),
+        server=examine_server(server),
+    )
+
+
+def examine_transport(name: str, probe_bytes: int) -> TransportFinding:
+    """Load a transport and move bytes from a child process with it."""
+    reason = why_unavailable(name)
+    if reason:
+        return TransportFinding(name, False, False, None, 0, reason)
+    result = loopback.probe(name, probe_bytes)
+    return TransportFinding(name, True, result.works, result.gb_per_s, result.probe_bytes, result.reason)
+
+
+def examine_server(server: str | None) -> ServerFinding:
+    """Ask the server that the other commands would use; starts none."""
+    address = server
+    try:
+        address, settings = existing_server(server)
+        reply = ask(address, GetStatus(), timeout_s=settings.client.connect_timeout_s)
+    except TensorHubError as error:
+        return ServerFinding(address, False, None, (), " ".join(str(error).split()))
+    if not isinstance(reply, StatusReply):
+        return ServerFinding(address, False, None, (), f"it answered with {type(reply).__name__}")
+    return ServerFinding(address, True, reply.server_epoch, tuple(model.model for model in reply.models), "")
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def render(findings: Findings) -> RenderableType:
+    """Lay the findings out for people."""
+    versions = ", ".join(f"{name} {found or 'not installed'}" for name, found in findings.packages.items())
+    return Group(
+        Text(f"Python {findings.python} on {findings.system}"),
+        Text(versions, style="dim"),
+        *_section("Transports", _transports(findings)),
+        *_section("Network", _network(findings)),
+        *_section("This machine", _machine(findings)),
+        *_section("Hub", _server(findings.server)),
+    )
+
+
+def _section(title: str, body: RenderableType) -> tuple[RenderableType, ...]:
+    return (Text(), Text(title, style="bold"), body)
+
+
+def _table() -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _mark(good: bool | None, yes: str = "works", no: str = "no") -> Text:
+    return Text(yes, style="green") if good else Text(no, style="yellow" if good is None else "red")
+
+
+def _transports(findings: Findings) -> Table:
+    table = _table()
+    for found in findings.transports:
+        rate = "" if found.gb_per_s is None else f"{found.gb_per_s:.2f} GB/s from a process on this machine"
+        mark = _mark(found.works, no="does not load" if not found.loads else "fails")
+        table.add_row(Text(f"  {found.name}"), mark, Text(rate or found.reason))
+    return table
+
+
+def _network(findings: Findings) -> Table:
+    table = _table()
+    for card in findings.network_cards:
+        speed = "" if card.speed_mbit is None else f"{card.speed_mbit / 1000:g} Gbit/s"
+        about = "  ".join(part for part in (card.address, f"mtu {card.mtu}", speed) if part)
+        table.add_row(Text(f"  {card.name}"), Text(card.state), Text(about))
+    for port in findings.rdma_ports:
+        table.add_row(Text(f"  {port.device}:{port.port}"), Text(port.state), Text(f"{port.link_layer}  {port.rate}"))
+    if not findings.rdma_ports:
+        table.add_row(Text("  RDMA"), _mark(None), Text("no RDMA device: transfers go over TCP and shared memory"))
+    ucx = findings.ucx
+    about = ", ".join(ucx.devices) or ucx.reason
+    table.add_row(Text("  UCX"), _mark(bool(ucx.devices), ucx.version or "found"), Text(about))
+    return table
+
+
+def _machine(findings: Findings) -> Table:
+    table = _table()
+    cma, limits = findings.cross_memory, findings.limits
+    about = "processes of this machine read each other's memory" if cma.works else cma.reason
+    table.add_row(Text("  CMA"), _mark(cma.works or None), Text(about))
+    shm = f"{_size(limits.shared_memory_free_bytes)} free of {_size(limits.shared_memory_bytes)}"
+    table.add_row(Text("  /dev/shm"), Text(""), Text(shm))
+    table.add_row(Text("  memory"), Text(""), Text(f"{_size(limits.available_memory_bytes)} available"))
+    files = f"{limits.open_files or 'unlimited'} (hard limit {limits.open_files_hard or 'unlimited'})"
+    if limits.open_files is not None and limits.open_files <= _FEW_FILES:
+        files += ": few for a hub with many workers; `tensorhub serve` raises it to the hard limit"
+    table.add_row(Text("  open files"), Text(""), Text(files))
+    locked = "unlimited" if limits.locked_memory_bytes is None else decimal(limits.locked_memory_bytes)
+    note = ""
+    if findings.rdma_ports and limits.locked_memory_bytes is not None:
+        note = ": RDMA has to lock all registered memory; raise it (`ulimit -l unlimited`)"
+    table.add_row(Text("  locked memory"), Text(""), Text(locked + note))
+    return table
+
+
+def _size(count: int | None) -> str:
+    return "unknown" if count is None else decimal(count)
+
+
+def _server(found: ServerFinding) -> Table:
+    table = _table()
+    if found.reachable:
+        models = ", ".join(printable(model) for model in found.models) or "no models yet"
+        about = f"epoch {found.epoch}; {models}"
+    else:
+        about = found.reason
+    table.add_row(
+        Text(f"  {found.address or 'none'}"), _mark(found.reachable or None, "answers", "no answer"), Text(about)
+    )
+    return table
