@@ -10,7 +10,6 @@ from tensorhub_core.state.events import Drop, Effect, Log, Send
 from tensorhub_core.state.messages import Failure, Reply
 from tensorhub_core.state.records import Copy, Group, ModelState, ServerState, Worker
 
-
 NO_SESSION = SessionId(b"")
 """Session of a worker whose replies could not be delivered."""
 
