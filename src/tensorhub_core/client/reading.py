@@ -1,4 +1,4 @@
-"""What the worker hands to the executor to read a version, and what it gets back: records and one interface, no threads.
+"""What the worker hands to the executor to read a version, and what it gets back: records and interfaces, no threads.
 
 The executor thread owns the transport while a read runs. It calls `ReadObserver` from that thread; the worker calls
 `ReadHandle` from any thread.

@@ -93,8 +93,9 @@ class Session:
         self._heartbeat_s = 1.0
         self._down_since_s: float | None = time.monotonic()
         self._heard_s = time.monotonic()
+        self._greet_again = False
         self._stopping = False
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="tensorhub-session", daemon=True)
         self._thread.start()
 
@@ -175,17 +176,26 @@ class Session:
     def forget(self, number: int) -> None:
         """Not wait for a reply any more."""
         with self._lock:
-            if self._over is None and os.getpid() == self._pid:
+            if self._over is None and os.getpid() == self.pid:
                 self._commands.append((number, None))
+
+    def say_hello_again(self) -> None:
+        """Ask for a new welcome, as after a lost connection."""
+        self._greet_again = True
+        self._link.wake()
+
+    def offer_nothing(self) -> None:
+        """Not say any more that a copy is offered: it is withdrawn."""
+        self.standing = Standing(None, self.standing.blobs, self.standing.register)
 
     def check_alive(self) -> None:
         """Raise StateError in a forked child, which has the object but neither the thread nor the connection."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             raise StateError("this worker was connected before a fork: connect() again in the child process")
 
     def close(self) -> None:
         """End the connection at once and join the thread; open requests fail. Idempotent."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             return
         self._stopping = True
         self._link.wake()
@@ -212,7 +222,8 @@ class Session:
         now = time.monotonic()
         due_s = self._heartbeat_due_s if self._greeted else self._hello_due_s
         wait_s = min(0.5, due_s - now) if self._link.connected else 0.1
-        self._link.wait(0.0 if self._commands else max(0.0, wait_s), writable=bool(self._unsent) and self._greeted)
+        busy = bool(self._commands) or (self._greet_again and self._greeted)
+        self._link.wait(0.0 if busy else max(0.0, wait_s), writable=bool(self._unsent) and self._greeted)
         for event in self._link.events():
             if event is LinkEvent.DOWN:
                 self._lose()
@@ -221,6 +232,9 @@ class Session:
             self._say_hello()
         while (frames := self._link.receive()) is not None:
             self._handle(frames)
+        if self._greet_again and self._greeted:
+            self._greet_again = False
+            self._say_hello()
         self._take_commands()
         self._send_waiting()
         self._keep_alive(time.monotonic())

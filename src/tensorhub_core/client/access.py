@@ -1,0 +1,166 @@
+"""Fetch and check the blobs that describe a leased source: from anyone, so they are believed only after validation."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorhub_core.client.reading import SourceAccess
+from tensorhub_core.client.sums import unpack_sums
+from tensorhub_core.clock import Deadline
+from tensorhub_core.errors import DeadlineExceeded, LayoutMismatch, StateError, TensorHubError
+from tensorhub_core.ids import Digest
+from tensorhub_core.layout.canonical import decode_layout, digest_of
+from tensorhub_core.layout.segments import SegmentTable, segment_table
+from tensorhub_core.layout.types import Layout, Placement
+from tensorhub_core.state.messages import Blob, GetBlob, Reply, Request, Source
+
+Call = Callable[[Request, Deadline], Reply]
+_CACHED_BYTES = 64 << 20
+_CACHED_LAYOUTS = 8
+_TRIES = 5
+_PAUSE_S = 0.2
+"""A worker that came back after a restart of the server uploads its blobs right after its hello: they may be a moment
+behind its promise."""
+
+
+class SourceFault(Exception):
+    """A source cannot be described: another one has to be found. `lease` names it."""
+
+    def __init__(self, lease: str, error: TensorHubError) -> None:
+        super().__init__(str(error))
+        self.lease = lease
+        self.error = error
+
+
+@dataclass(frozen=True, slots=True)
+class KnownLayout:
+    """A validated layout with its segments."""
+
+    layout: Layout
+    table: SegmentTable
+
+
+class SourceBook:
+    """Describe leased sources to the executor; keeps what it fetched, bounded. One thread at a time."""
+
+    def __init__(self, call: Call, transport: str) -> None:
+        self._call = call
+        self._transport = transport
+        self._blobs: OrderedDict[bytes, bytes] = OrderedDict()
+        self._layouts: OrderedDict[bytes, KnownLayout] = OrderedDict()
+        self._bytes = 0
+
+    def know(self, digest: Digest, layout: Layout, table: SegmentTable) -> None:
+        """Remember the worker's own layout: it needs not be fetched."""
+        self._remember_layout(digest, KnownLayout(layout, table))
+
+    def access(self, sources: Sequence[Source], prefixes: dict[str, int], deadline: Deadline) -> list[SourceAccess]:
+        """Return what the executor needs of each source; raises SourceFault, or the error of a lost server.
+
+        `prefixes` holds, per lease, how many segments of a source that is not whole may be read.
+        """
+        return [self._access(source, prefixes.get(source.lease), deadline) for source in sources]
+
+    def _access(self, source: Source, prefix: int | None, deadline: Deadline) -> SourceAccess:
+        try:
+            known = self._layout(source.layout, deadline)
+            if (known.layout.shard, known.layout.num_shards) != (source.shard, source.num_shards):
+                raise LayoutMismatch(f"the layout of {source.replica}/{source.shard} is that of another shard")
+            placement = decode_placement(self._blob(source.placement, deadline), known, self._transport)
+            sums = unpack_sums(self._blob(source.sums, deadline), known.table)
+        except (LayoutMismatch, StateError) as error:
+            raise SourceFault(source.lease, error) from None
+        except TensorHubError as error:
+            if isinstance(error, DeadlineExceeded) or error.code == "server_unreachable":
+                raise
+            raise SourceFault(source.lease, error) from None
+        readable = len(sums) if prefix is None else min(prefix, len(sums))
+        return SourceAccess(
+            lease=source.lease,
+            replica=source.replica,
+            description=placement.agent,
+            layout=known.layout,
+            table=known.table,
+            addresses=placement.addresses,
+            devices=placement.devices,
+            sums=sums,
+            prefix=readable,
+        )
+
+    def _layout(self, digest: bytes, deadline: Deadline) -> KnownLayout:
+        known = self._layouts.get(digest)
+        if known is None:
+            layout = decode_layout(self._blob(digest, deadline))
+            known = KnownLayout(layout, segment_table(layout))
+            self._remember_layout(digest, known)
+        self._layouts.move_to_end(digest)
+        return known
+
+    def _remember_layout(self, digest: bytes, known: KnownLayout) -> None:
+        self._layouts[digest] = known
+        while len(self._layouts) > _CACHED_LAYOUTS:
+            self._layouts.popitem(last=False)
+
+    def _blob(self, digest: bytes, deadline: Deadline) -> bytes:
+        data = self._blobs.pop(digest, None)
+        if data is None:
+            data = self._fetch(digest, deadline)
+            self._bytes += len(data)
+        self._blobs[digest] = data
+        while self._bytes > _CACHED_BYTES and len(self._blobs) > 1:
+            self._bytes -= len(self._blobs.popitem(last=False)[1])
+        return data
+
+    def _fetch(self, digest: bytes, deadline: Deadline) -> bytes:
+        for last in (*[False] * (_TRIES - 1), True):
+            try:
+                reply = self._call(GetBlob(digest), deadline)
+            except StateError:
+                if last:
+                    raise
+                time.sleep(deadline.left_s(time.monotonic(), _PAUSE_S))
+                continue
+            if not isinstance(reply, Blob) or digest_of(reply.data) != digest:
+                raise StateError("the server sent other bytes than the blob that was asked for")
+            return reply.data
+        raise AssertionError("the last try returns or raises")
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """A checked placement: `addresses` u64 [storages], one device name per storage."""
+
+    agent: bytes
+    addresses: NDArray[np.uint64]
+    devices: tuple[str, ...]
+
+
+def decode_placement(data: bytes, known: KnownLayout, transport: str) -> Whereabouts:
+    """Decode and check a placement blob from anyone; raises LayoutMismatch saying what is wrong."""
+    try:
+        placement = msgspec.msgpack.decode(data, type=Placement)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise LayoutMismatch(f"a placement cannot be read: {error}") from None
+    if placement.transport != transport:
+        raise LayoutMismatch(
+            f"the source is reached by {placement.transport[:32]!r}, this worker reads by {transport!r}"
+        )
+    storages = len(known.layout.storages)
+    if len(placement.addresses) != 8 * storages or len(placement.devices) != storages:
+        raise LayoutMismatch(f"a placement does not name an address and a device for each of {storages:,} storages")
+    if storages and max(placement.devices) >= len(placement.device_names):
+        raise LayoutMismatch("a placement names a device that it does not list")
+    addresses = np.frombuffer(placement.addresses, "<u8").astype(np.uint64)
+    lengths = np.zeros(storages, np.uint64)
+    np.add.at(lengths, known.table.storage, known.table.length_bytes)
+    if bool((addresses > np.uint64(2**64 - 1) - lengths).any()) or bool(((addresses == 0) & (lengths > 0)).any()):
+        raise LayoutMismatch("a placement names memory that cannot exist")
+    devices = tuple(placement.device_names[index] for index in placement.devices)
+    return Whereabouts(placement.agent, addresses, devices)

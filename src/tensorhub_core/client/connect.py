@@ -1,0 +1,118 @@
+"""Connect a worker to its reference server."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+
+from tensorhub_core.client.executor import ReadExecutor
+from tensorhub_core.client.identity import Identity
+from tensorhub_core.client.mailbox import Mailbox
+from tensorhub_core.client.resources import Resources
+from tensorhub_core.client.session import Session
+from tensorhub_core.client.worker import Worker
+from tensorhub_core.config import ClientConfig
+from tensorhub_core.errors import ConfigError, ServerUnreachable
+from tensorhub_core.observe.counters import WorkerCounters
+from tensorhub_core.observe.log import get_logger
+from tensorhub_core.server.embedded import embedded_address
+from tensorhub_core.settings import Settings, load_settings
+from tensorhub_core.state.messages import Welcome
+from tensorhub_core.transport.base import Transport
+from tensorhub_core.transport.select import choose_transport
+
+_EMBEDDED_TRY_S = 2.0
+"""How long an embedded server's address is believed: a hub that has just ended leaves one behind for a moment."""
+
+
+def connect(
+    server: str | None = None,
+    *,
+    model: str,
+    replica: str | None = None,
+    shard: int = 0,
+    num_shards: int = 1,
+    stream: str | None = None,
+    zone: str | None = None,
+    host: str | None = None,
+    spot: bool = False,
+    cast: bool = False,
+    transport: str | Transport = "auto",
+    settings: Mapping[str, object] | Settings | None = None,
+) -> Worker:
+    """Connect as one shard of a replica of `model`, and return the worker; a context manager.
+
+    `server=None` means `TENSORHUB_SERVER`, else the embedded server of this user on this machine. `replica` is unique
+    by default. `stream` names the life of the version numbers, such as a training run's id. `spot`: this worker may
+    vanish at any time. `transport` names the data plane, or is one. Raises ServerUnreachable naming the address after
+    `connect_timeout_s`, ProtocolMismatch, ConfigError. Any thread.
+    """
+    filled = load_settings(settings)
+    config = filled.client
+    if cast:
+        raise ConfigError("cast=True is not supported by this release: publish in the dtype that readers hold")
+    _check_shard(shard, num_shards)
+    identity = Identity(
+        token=secrets.token_hex(16),
+        model=model,
+        replica=replica or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
+        shard=shard,
+        num_shards=num_shards,
+        stream=stream,
+        zone=config.zone if zone is None else zone,
+        host=(config.host or socket.gethostname()) if host is None else host,
+        spot=spot,
+    )
+    mailbox = Mailbox(WorkerCounters())
+    address = server or config.server
+    if address is not None:
+        session = Session(address, identity, mailbox)
+        welcome = _opened(session, config.connect_timeout_s)
+    else:
+        session, welcome = _connect_embedded(identity, mailbox, filled)
+    mailbox.welcomed(welcome)
+    resources = Resources(session, _transport_maker(transport, config), lambda t: ReadExecutor(t, config))
+    return Worker(identity, config, resources, mailbox)
+
+
+def _check_shard(shard: int, num_shards: int) -> None:
+    if num_shards < 1 or not 0 <= shard < num_shards:
+        raise ConfigError(f"shard must be from 0 to num_shards - 1, not {shard} of {num_shards}")
+
+
+def _opened(session: Session, timeout_s: float) -> Welcome:
+    try:
+        return session.open(timeout_s)
+    except BaseException:
+        session.close()
+        raise
+
+
+def _connect_embedded(identity: Identity, mailbox: Mailbox, settings: Settings) -> tuple[Session, Welcome]:
+    def resolve(timeout_s: float) -> str:
+        return embedded_address(timeout_s, settings.server)
+
+    end = time.monotonic() + settings.client.connect_timeout_s
+    while True:
+        session = Session(resolve(max(0.0, end - time.monotonic())), identity, mailbox, resolve=resolve)
+        left_s = end - time.monotonic()
+        try:
+            return session, _opened(session, min(_EMBEDDED_TRY_S, max(0.1, left_s)))
+        except ServerUnreachable:
+            if time.monotonic() >= end:
+                raise
+
+
+def _transport_maker(transport: str | Transport, config: ClientConfig) -> Callable[[], Transport]:
+    def make() -> Transport:
+        if not isinstance(transport, str):
+            return transport
+        name = config.transport if transport == "auto" else transport
+        choice = choose_transport(name, interface=config.interface)
+        get_logger("client").info("data plane %s", choice.reason)
+        return choice.transport
+
+    return make

@@ -1,0 +1,55 @@
+"""Take a copy back in the background: one request to the server, awaited by whoever needs its end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from tensorhub_core.client.identity import checked
+from tensorhub_core.errors import TensorHubError
+from tensorhub_core.state.messages import Reply, Request, Unpublish
+
+Submit = Callable[[Request, Callable[[Reply], None]], int]
+
+
+class Drain:
+    """At most one `Unpublish` in flight; it outlives the call that gave up waiting for it."""
+
+    def __init__(self, submit: Submit, withdrawn: Callable[[], None]) -> None:
+        """`withdrawn` is called, on the session's thread, before anybody else hears that the copy is withdrawn."""
+        self._submit = submit
+        self._withdrawn = withdrawn
+        self._lock = threading.Lock()
+        self._running: Future[Reply] | None = None
+
+    def begin(self) -> tuple[Future[Reply], bool]:
+        """Return the end of the withdrawal, begun now unless one is under way, and whether it was begun now."""
+        with self._lock:
+            if self._running is not None:
+                return self._running, False
+            future: Future[Reply] = Future()
+            self._running = future
+        try:
+            self._submit(Unpublish(), lambda reply: self._ended(future, reply))
+        except BaseException:
+            with self._lock:
+                self._running = None
+            raise
+        return future, True
+
+    def _ended(self, future: Future[Reply], reply: Reply) -> None:
+        with self._lock:
+            self._running = None
+        if error_of(reply) is None:
+            self._withdrawn()
+        future.set_result(reply)
+
+
+def error_of(reply: Reply) -> TensorHubError | None:
+    """Return the error that a reply stands for, or None."""
+    try:
+        checked(reply)
+    except TensorHubError as error:
+        return error
+    return None

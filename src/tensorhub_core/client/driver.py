@@ -1,0 +1,307 @@
+"""Carry out one round: hand events to the machine and do what it says, on the calling thread."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorhub_core.client.access import SourceBook, SourceFault
+from tensorhub_core.client.machine import step
+from tensorhub_core.client.memory import RegisteredMemory
+from tensorhub_core.client.reading import (
+    Destination,
+    Executor,
+    ReadEnd,
+    ReadHandle,
+    ReadOutcome,
+    SourceAccess,
+)
+from tensorhub_core.client.rounds import (
+    Abandon,
+    Advance,
+    Answered,
+    Ask,
+    Begin,
+    Broken,
+    Effect,
+    End,
+    Event,
+    Plan,
+    PlanFailed,
+    Planned,
+    Pushed,
+    Read,
+    ReadEnded,
+    Reopened,
+    RoundState,
+    Settle,
+    Settled,
+    Stop,
+    Tell,
+    Tick,
+    Withdraw,
+    Withdrawn,
+)
+from tensorhub_core.client.sums import pack_sums
+from tensorhub_core.clock import Deadline
+from tensorhub_core.errors import TensorHubError
+from tensorhub_core.layout.canonical import digest_of
+from tensorhub_core.layout.plan import ReadPlan, plan_read
+from tensorhub_core.observe.counters import WorkerCounters
+from tensorhub_core.observe.log import get_logger
+from tensorhub_core.state.messages import Announce, PutBlob, Reply, Request, Welcome
+
+ProgressCallback = Callable[[int, int, str], None]
+"""Called with (done_bytes, total_bytes, source_replica)."""
+
+_POLL_S = 0.005
+_IDLE_S = 0.25
+_ANNOUNCE_S = 0.02
+_STATUS_S = 0.5
+_CALLBACK_S = 0.12
+"""With the last call, which is never held back, at most ten calls in any second."""
+
+
+class Wire(Protocol):
+    """What a round needs of the session."""
+
+    def submit(self, message: Request, answer: Callable[[Reply], None], *, life: int | None = None) -> int:
+        """Send a request."""
+
+    def tell(self, message: Request, life: int) -> None:
+        """Send a request whose reply does not matter."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundParts:
+    """What a round works with. `withdraw(done)` takes the old copy back and calls `done(error or None)` at its end."""
+
+    wire: Wire
+    memory: RegisteredMemory
+    book: SourceBook
+    executor: Executor
+    withdraw: Callable[[Callable[[BaseException | None], None]], None]
+    counters: WorkerCounters
+
+
+class ReadProgress:
+    """Hear the executor: keep the newest figures, call the user's callback not too often, never raise."""
+
+    def __init__(self, callback: ProgressCallback | None, broken: Callable[[BaseException], None]) -> None:
+        self._callback = callback
+        self._broken = broken
+        self._called_s = 0.0
+        self.replicas: dict[str, str] = {}
+        self.figures = (0, 0)
+        """(verified reads from the start of the plan, verified bytes); replaced as a whole."""
+
+    def on_progress(self, prefix: int, done_bytes: int, total_bytes: int, lease: str) -> None:
+        """Hear how far the read is; on the executor's thread."""
+        self.figures = (prefix, done_bytes)
+        now = time.monotonic()
+        if self._callback is None or (now - self._called_s < _CALLBACK_S and done_bytes < total_bytes):
+            return
+        self._called_s = now
+        try:
+            self._callback(done_bytes, total_bytes, self.replicas.get(lease, ""))
+        except BaseException as error:  # the caller's own: it ends the round, not the executor's thread
+            self._callback = None
+            self._broken(error)
+
+
+class RoundDriver:
+    """One round in flight. `run` belongs to one thread; `post` may be called from any."""
+
+    def __init__(
+        self, state: RoundState, parts: RoundParts, life: int, deadline: Deadline, progress: ProgressCallback | None
+    ) -> None:
+        self._state, self._parts, self._deadline = state, parts, deadline
+        self.life = life
+        """The life of the session that the round's requests belong to."""
+        self._inbox: queue.SimpleQueue[tuple[Event, int]] = queue.SimpleQueue()
+        self._effects: deque[Effect] = deque()
+        self._progress = ReadProgress(progress, lambda error: self.post(Broken(error)))
+        self._accesses: list[SourceAccess] = []
+        self._plan: ReadPlan | None = None
+        self._plan_key: tuple[tuple[bytes, bytes], ...] = ()
+        self._verified: NDArray[np.bool_] | None = None
+        self._handle: ReadHandle | None = None
+        self._announced = (0, 0)
+        self._announced_s = 0.0
+        self._collected = False
+        self.sums: PutBlob | None = None
+        """The checksums of what was read, once it is verified."""
+        self._end: End | None = None
+        self.post(Begin())
+
+    @property
+    def state(self) -> RoundState:
+        """Return the round's state; to be read after `run`."""
+        return self._state
+
+    def post(self, event: Event, life: int = 0) -> None:
+        """Hand an event to the round; `life` goes with `Reopened`."""
+        self._inbox.put((event, life))
+
+    def on_push(self, message: Reply) -> None:
+        """Hand a push of the server to the round."""
+        self.post(Pushed(message))
+
+    def on_reopened(self, welcome: Welcome, life: int) -> None:
+        """Hand a new welcome to the round."""
+        self.post(Reopened(welcome), life)
+
+    def run(self) -> End:
+        """Carry the round out until it is over; an exception of the calling thread (Ctrl-C) ends it cleanly."""
+        while self._end is None:
+            try:
+                while self._effects:
+                    self._carry_out(self._effects.popleft())
+                if self._end is None:
+                    event, life = self._next()
+                    self.life = life or self.life
+                    _, effects = step(self._state, event, time.monotonic())
+                    self._effects.extend(effects)
+            except BaseException as error:
+                if self._end is None:
+                    self.post(Broken(error))
+        return self._end
+
+    def _next(self) -> tuple[Event, int]:
+        """Wait for the next event."""
+        while True:
+            orphan = self._state.running and self._handle is None
+            with contextlib.suppress(queue.Empty):
+                if orphan or self._handle is not None:
+                    return self._inbox.get_nowait()
+                return self._inbox.get(timeout=_IDLE_S)
+            if orphan:  # the job could not be started, or the caller was interrupted before
+                return ReadEnded(ReadOutcome(ReadEnd.CANCELLED, np.zeros(0, np.bool_), 0)), 0
+            if self._handle is not None:
+                self._announce()
+                outcome = self._handle.wait(_POLL_S)
+                if outcome is not None:
+                    return ReadEnded(self._note(outcome)), 0
+            now = time.monotonic()
+            due_s = self._state.deadline_s if self._state.give_up_s is None else self._state.give_up_s
+            if due_s is not None and now >= due_s:
+                return Tick(), 0
+
+    # --- effects ----------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Ask(asked, message):
+                answer = lambda reply: self.post(Answered(asked, reply))  # noqa: E731
+                self._parts.wire.submit(message, answer, life=self.life)
+            case Tell(message):
+                self._tell(message)
+            case Plan(keep):
+                self._make_plan(keep)
+            case Withdraw():
+                self._parts.withdraw(lambda error: self.post(Withdrawn(error)))
+            case Read():
+                self._read()
+            case Advance(lease, prefix, whole):
+                if self._handle is not None:
+                    self._handle.advance(lease, self._length_of(lease) if whole else prefix)
+            case Abandon(lease, reason):
+                if self._handle is not None:
+                    self._handle.fail(lease, reason)
+            case Stop():
+                if self._handle is not None:
+                    self._handle.cancel()
+            case Settle():
+                self.post(Settled(self._settle()))
+            case End():
+                self._end = effect
+
+    def _tell(self, message: Request) -> None:
+        try:
+            self._parts.wire.tell(message, self.life)
+        except TensorHubError as error:  # the session is over; whoever needs an answer hears of it
+            get_logger("client").debug("not told: %s", error)
+
+    def _make_plan(self, keep: bool) -> None:
+        state = self._state
+        prefixes = {lease: prefix for lease, prefix in state.prefixes.items() if lease not in state.whole}
+        try:
+            accesses = self._parts.book.access(state.sources, prefixes, self._deadline)
+            layouts, sums = [access.layout for access in accesses], [access.sums for access in accesses]
+            plan = plan_read(self._parts.memory.layout, layouts, sums)
+        except SourceFault as fault:
+            get_logger("client").warning("cannot read from %s: %s", self._replica_of(fault.lease), fault.error)
+            return self.post(PlanFailed(fault.error, fault.lease))
+        except TensorHubError as error:
+            return self.post(PlanFailed(error))
+        key = tuple((source.layout, source.sums) for source in state.sources)
+        if not keep or key != self._plan_key:
+            self._verified = None
+            self._announced = (0, 0)
+            self._progress.figures = (0, 0)
+        self._accesses, self._plan, self._plan_key = accesses, plan, key
+        self._progress.replicas = {access.lease: access.replica for access in accesses}
+        self.post(Planned())
+
+    def _replica_of(self, lease: str) -> str:
+        return next((source.replica for source in self._state.sources if source.lease == lease), "a source")
+
+    def _length_of(self, lease: str) -> int:
+        return next((len(access.sums) for access in self._accesses if access.lease == lease), 0)
+
+    def _read(self) -> None:
+        memory, plan = self._parts.memory, self._plan
+        assert plan is not None
+        if not self._collected:
+            # What no read fills (padding outside of every box) has to come through a shadow unchanged.
+            memory.collect()
+            self._collected = True
+        destination = Destination(memory.layout, memory.table, memory.addresses, memory.devices, memory.buffers)
+        self._handle = self._parts.executor.start(plan, self._accesses, destination, self._verified, self._progress)
+
+    def _note(self, outcome: ReadOutcome) -> ReadOutcome:
+        """Take over the outcome of a read job."""
+        self._handle = None
+        counters = self._parts.counters
+        if len(outcome.verified):
+            fresh = outcome.verified if self._verified is None else outcome.verified & ~self._verified
+            assert self._plan is not None
+            counters.bytes_read += int(self._plan.length_bytes[fresh].sum())
+            self._verified = outcome.verified
+        counters.rereads += outcome.rereads
+        counters.fences += int(outcome.fenced)
+        if outcome.end is ReadEnd.SOURCE_FAILED:
+            counters.failovers += 1
+            text = "%s failed while it was read (%s: %s)"
+            get_logger("client").warning(text, self._replica_of(outcome.lease), outcome.kind, outcome.detail)
+        return outcome
+
+    def _announce(self) -> None:
+        """Tell the server how much is verified, not too often."""
+        now = time.monotonic()
+        plan, (prefix, done_bytes) = self._plan, self._progress.figures
+        if plan is None or not self._state.entered:
+            return
+        prefix = prefix if plan.raw and self._state.offer else 0
+        due_s = _ANNOUNCE_S if prefix > self._announced[0] else _STATUS_S
+        if (prefix, done_bytes) != self._announced and now - self._announced_s >= due_s:
+            self._announced, self._announced_s = (prefix, done_bytes), now
+            self._tell(Announce(self._state.number, prefix, done_bytes))
+
+    def _settle(self) -> bytes:
+        memory, plan = self._parts.memory, self._plan
+        assert plan is not None
+        memory.spread()
+        sums = self._accesses[0].sums if plan.raw else memory.sums()
+        blob = pack_sums(sums)
+        self.sums = PutBlob(digest_of(blob), blob)
+        self._tell(self.sums)
+        return self.sums.digest

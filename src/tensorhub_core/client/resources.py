@@ -1,0 +1,108 @@
+"""Own what a worker has to give back: the transport, the executor, the memory that peers may see, the session."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from tensorhub_core.client.identity import Standing
+from tensorhub_core.client.memory import RegisteredMemory
+from tensorhub_core.client.reading import Executor
+from tensorhub_core.client.session import Session
+from tensorhub_core.clock import Deadline
+from tensorhub_core.ids import VersionKey
+from tensorhub_core.layout.canonical import digest_of
+from tensorhub_core.observe.log import get_logger
+from tensorhub_core.state.messages import Held, PutBlob, Register
+from tensorhub_core.transport.base import Transport
+
+MakeTransport = Callable[[], Transport]
+MakeExecutor = Callable[[Transport], Executor]
+
+
+class Resources:
+    """Made when first needed, given back in the right order: nothing is freed that a peer may still read."""
+
+    def __init__(self, session: Session, make_transport: MakeTransport, make_executor: MakeExecutor) -> None:
+        self.session = session
+        self.memory: RegisteredMemory | None = None
+        self.serving = False
+        """The transport serves the memory and the server knows where it lies."""
+        self._make_transport, self._make_executor = make_transport, make_executor
+        self._transport: Transport | None = None
+        self._executor: Executor | None = None
+
+    @property
+    def transport(self) -> Transport:
+        """Return the data plane; raises TransportError if this machine has none."""
+        if self._transport is None:
+            self._transport = self._make_transport()
+        return self._transport
+
+    @property
+    def executor(self) -> Executor:
+        """Return the reading thread."""
+        if self._executor is None:
+            self._executor = self._make_executor(self.transport)
+        return self._executor
+
+    def serve(self, memory: RegisteredMemory, deadline: Deadline) -> None:
+        """Let peers reach this memory instead of what was served before, and tell the server where it lies.
+
+        Raises TransportError or the server's error; then nothing is served.
+        """
+        self.hide()
+        transport, regions, agent = self.transport, memory.regions(), b""
+        if regions:
+            transport.register(regions)
+            agent = transport.describe()
+        self.memory = memory
+        placement = memory.placement(transport.name, agent)
+        blobs = tuple(PutBlob(digest_of(data), data) for data in (memory.layout_blob, placement))
+        sizes = (memory.total_bytes, memory.num_segments)
+        register = Register(blobs[0].digest, blobs[1].digest, *sizes, memory.portable)
+        self.session.standing = Standing(None, blobs, register)
+        for blob in blobs:
+            self.session.request(blob, deadline)
+        self.session.request(register, deadline)
+        self.serving = True
+
+    def stand(self, key: VersionKey, sums: PutBlob, life: int) -> None:
+        """Say after every further hello that the memory holds `key`, offered to all; the server said so in `life`."""
+        memory, standing = self.memory, self.session.standing
+        assert memory is not None
+        assert standing.register is not None
+        where = standing.register
+        sizes = (memory.total_bytes, memory.num_segments)
+        held = Held(*key, where.layout, where.placement, sums.digest, *sizes, memory.portable)
+        self.session.standing = Standing(held, (*standing.blobs[:2], sums), where)
+        if self.session.hellos != life:
+            self.session.say_hello_again()
+
+    def hide(self) -> None:
+        """End the serving side: nobody reads the memory any more, whatever the server thinks."""
+        self.serving = False
+        if self._transport is not None:
+            self._transport.revoke()
+
+    def close(self) -> None:
+        """Give everything back: readers first, then what they read, then the connection. Idempotent, never raises."""
+        executor, self._executor = self._executor, None
+        transport, self._transport = self._transport, None
+        with _logged("executor"):
+            if executor is not None:
+                executor.close()
+        with _logged("transport"):
+            if transport is not None:
+                transport.shutdown()
+        with _logged("session"):
+            self.session.close()
+        self.memory = None
+
+
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        get_logger("client").exception("closing the %s failed", what)
