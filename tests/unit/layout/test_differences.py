@@ -7,6 +7,7 @@ import pytest
 
 from tensorhub_core.errors import LayoutMismatch
 from tensorhub_core.layout.plan import plan_read
+from tensorhub_core.layout.segments import segment_table
 from tensorhub_core.layout.types import Box, Layout
 from tests.property.layout.world import Bytes, execute, expected, fill, sums_of
 from tests.unit.layout.shapes import layout, moved, refused, rows, spec, truth
@@ -120,6 +121,22 @@ def test_shards_that_disagree_about_a_tensor() -> None:
     assert refused(here, pair) == ("dtype of 'w': registered bfloat16, the version has bfloat16 and int16",)
 
 
+@pytest.mark.parametrize("boxed", [False, True])
+def test_copies_that_are_cut_differently_are_not_compared(boxed: bool) -> None:
+    """Checksums of other segments say nothing, and there are not as many."""
+    values = truth(w=(8, 4))
+    whole = rows("w", 8, 1, 0, 4) if boxed else spec("w", 8, 4)
+    moved(
+        layout(rows("w", 8, 2, 1, 4)), [layout(whole, at=(r, 2), segment_bytes=(64, 16)[r]) for r in range(2)], values
+    )
+    wide = spec("w", 8, 4, boxes=whole.boxes, dtype="float64")
+    pair = [layout(whole, at=(0, 2), segment_bytes=64), layout(wide, at=(1, 2), segment_bytes=64)]
+    sums = [np.arange(len(segment_table(each)), dtype=np.uint64) for each in pair]
+    assert refused(layout(spec("w", 8, 4)), pair, sums) == (
+        "dtype of 'w': registered bfloat16, the version has bfloat16 and float64",
+    )
+
+
 @pytest.mark.parametrize("segment_bytes", [16, 4 << 20])
 def test_plain_shards_read_their_own_shard(segment_bytes: int) -> None:
     """Shards registered without boxes hold different bytes under one name: shard 1 must never get those of shard 0."""
@@ -149,11 +166,11 @@ def test_plain_shards_are_not_taken_for_whole_tensors() -> None:
 def test_copies_may_differ_in_their_padding_only() -> None:
     values = truth(w=(4, 4))
     padded = spec("w4", 6, 4, boxes=[Box("w", (0, 0), (4, 4), (0, 0))])
-    sources = [layout(padded, at=(r, 2), segment_bytes=16) for r in range(2)]
+    sources = [layout(padded, at=(r, 2), segment_bytes=24) for r in range(2)]
     memory = [fill(each, values, np.random.default_rng(r)) for r, each in enumerate(sources)]
     assert not np.array_equal(memory[0][0], memory[1][0])
     sums = [sums_of(*pair) for pair in zip(sources, memory, strict=True)]
-    assert plan_read(layout(spec("w", 4, 4)), sources, sums).total_bytes == 32
+    assert plan_read(layout(spec("w", 4, 4)), sources, sums).total_bytes == 48
     memory[1][0][5] ^= 1
     sums[1] = sums_of(sources[1], memory[1])
     assert refused(layout(spec("w", 4, 4)), sources, sums)[0].startswith("copies of 'w'")
