@@ -1,0 +1,53 @@
+"""A serving process for the conformance suite: serves seeded bytes and obeys one-word commands on stdin."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorhub_core.transport.base import Region
+from tensorhub_core.transport.registry import make_transport
+
+
+def seeded(seed: int, size: int) -> NDArray[np.uint8]:
+    """Return the bytes that a peer of this seed serves."""
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    name, seed, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    address = libc.mmap(None, size, 3, 0x22, -1, 0)
+    memory = np.frombuffer(memoryview((ctypes.c_uint8 * size).from_address(address)), np.uint8)
+    memory[:] = seeded(seed, size)
+    transport = make_transport(name)
+    transport.register([Region(address, size)])
+    say({"description": transport.describe().hex(), "address": address})
+    for line in sys.stdin:
+        if line.strip() == "revoke":
+            # What a worker does before its memory is freed.
+            transport.revoke()
+            libc.munmap(address, size)
+        elif line.strip() == "serve":
+            transport.register([Region(address, size)])
+            say({"description": transport.describe().hex(), "address": address})
+            continue
+        say({})
+
+
+def say(message: object) -> None:
+    """Print one answer."""
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+"""What every transport has to keep: one suite for all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tensorhub_core.errors import TransportError
+from tensorhub_core.transport.base import Batch, ReadState, Region
+from tests.transport.lab import PEER_BYTES, SENTINEL, Lab, Pool, batch, open_lab
+
+KINDS = ["memory", "faults", "nixl", "nixl-tcp"]
+IN_FLIGHT = ["memory", "faults", "nixl-tcp"]
+"""The kinds on which a read can be caught on its way: UCX copies between processes of one machine inside `post`."""
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    opened = Pool()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def lab(request: pytest.FixtureRequest, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    if request.param.startswith("nixl"):
+        pytest.importorskip("nixl")
+    with open_lab(request.param, pool, monkeypatch.setenv) as opened:
+        yield opened
+
+
+every = pytest.mark.parametrize("lab", KINDS, indirect=True)
+in_flight = pytest.mark.parametrize("lab", IN_FLIGHT, indirect=True)
+
+BIG = PEER_BYTES
+
+
+@every
+def test_reads_give_the_peers_bytes_and_touch_nothing_else(lab: Lab) -> None:
+    peer = lab.peer()
+    memory = lab.memory(20 << 20)
+    attached = lab.reader.attach(peer.description)
+    at = 3
+    expected = memory.copy()
+    for size in (1, 2, 7, 64, 4095, 4096, 4097, (1 << 20) + 3, 4 << 20, 12 << 20):
+        remote = at * 7 % (peer.data.size - size)
+        lab.read(attached, batch((memory.ctypes.data + at, peer.address + remote, size)))
+        expected[at : at + size] = peer.data[remote : remote + size]
+        at += size + 5
+    assert np.array_equal(memory, expected)
+
+
+@every
+@pytest.mark.parametrize("runs", [2, 256, 2000])
+def test_batches_of_many_runs(lab: Lab, runs: int) -> None:
+    chance = np.random.default_rng(runs)
+    length = chance.integers(1, 4096, runs)
+    gap = chance.integers(0, 9, runs)
+    at = np.cumsum(length + gap) - length
+    peer = lab.peer()
+    memory = lab.memory(int(at[-1] + length[-1]))
+    expected = memory.copy()
+    order = chance.permutation(runs)
+    for begin, size in zip(at, length, strict=True):
+        expected[begin : begin + size] = peer.data[begin : begin + size]
+    wanted = Batch(
+        (at[order] + memory.ctypes.data).astype(np.uint64),
+        (at[order] + peer.address).astype(np.uint64),
+        length[order].astype(np.uint64),
+    )
+    lab.read(lab.reader.attach(peer.description), wanted)
+    assert np.array_equal(memory, expected)
+
+
+@every
+def test_several_reads_at_once_from_several_peers(lab: Lab) -> None:
+    size = 1 << 20
+    peers = [lab.peer() for _ in range(2)]
+    memory = lab.memory(2 * size)
+    reads = []
+    for number, peer in enumerate(peers):
+        attached = lab.reader.attach(peer.description)
+        for begin in range(0, size, size // 4):
+            run = (memory.ctypes.data + number * size + begin, peer.address + begin, size // 4)
+            reads.append(lab.reader.post(attached, batch(run)))
+    assert {lab.end_of(read) for read in reads} == {ReadState.DONE}
+    assert all(lab.reader.close(read) for read in reads)
+    assert np.array_equal(memory, np.concatenate([peer.data[:size] for peer in peers]))
+
+
+@every
+def test_memory_that_is_not_registered_is_refused(lab: Lab) -> None:
+    peer = lab.peer()
+    memory = lab.memory(4096)
+    other = lab.memory(4096, register=False)
+    attached = lab.reader.attach(peer.description)
+    here, there = memory.ctypes.data, peer.address
+    for wrong in [
+        (other.ctypes.data, there, 4096),
+        (here, there + PEER_BYTES - 4095, 4096),
+        (here, there + PEER_BYTES, 1),
+        (here, other.ctypes.data, 16),
+    ]:
+        with pytest.raises(TransportError):
+            lab.reader.post(attached, batch((here, there, 16), wrong))
+    assert (memory == SENTINEL).all()
+    assert (other == SENTINEL).all()
+    lab.read(attached, batch((here, there, 4096)))
+    assert np.array_equal(memory, peer.data[:4096])
+
+
+@every
+def test_local_memory_is_written_but_not_served(lab: Lab) -> None:
+    peer = lab.peer()
+    staging = lab.memory(4096, register=False)
+    served = lab.memory(64)
+    lab.reader.register_local([Region(staging.ctypes.data, 4096)])
+    attached = lab.reader.attach(peer.description)
+    lab.read(attached, batch((staging.ctypes.data, peer.address, 4096)))
+    assert np.array_equal(staging, peer.data[:4096])
+    own = lab.reader.attach(lab.reader.describe())
+    with pytest.raises(TransportError):
+        lab.reader.post(own, batch((served.ctypes.data, staging.ctypes.data, 16)))
+    smaller = lab.memory(512, register=False)
+    lab.reader.register_local([Region(smaller.ctypes.data, 512)])
+    lab.read(attached, batch((smaller.ctypes.data, peer.address, 512)))
+    with pytest.raises(TransportError):
+        lab.reader.post(attached, batch((staging.ctypes.data, peer.address, 16)))
+
+
+@every
+def test_a_description_that_is_not_one_is_refused(lab: Lab) -> None:
+    peer = lab.peer()
+    lab.memory(64)
+    for wrong in [b"", b"\x80\x04.", peer.description[:-1], b"\0" * 100, b"\x93\x01\xa4nixl", bytes(17 << 20)]:
+        with pytest.raises(TransportError):
+            lab.reader.attach(wrong)
+    with pytest.raises(TransportError, match="register"):
+        lab.reader.__class__.describe(_unregistered(lab))
+
+
+def _unregistered(lab: Lab) -> object:
+    lab.reader.deregister()
+    return lab.reader
+
+
+@every
+def test_peers_that_were_dropped_are_unknown(lab: Lab) -> None:
+    peer = lab.peer()
+    memory = lab.memory(4096)
+    run = batch((memory.ctypes.data, peer.address, 4096))
+    first = lab.reader.attach(peer.description)
+    second = lab.reader.attach(peer.description)
+    with pytest.raises(TransportError):
+        lab.reader.post(first, run)
+    lab.read(second, run)
+    lab.reader.detach(second)
+    lab.reader.detach(second)
+    with pytest.raises(TransportError):
+        lab.reader.post(second, run)
+
+
+@every
+def test_a_fence_loses_peers_and_attaching_again_works(lab: Lab) -> None:
+    peer = lab.peer()
+    memory = lab.memory(4096)
+    run = batch((memory.ctypes.data, peer.address, 4096))
+    description = lab.reader.describe()
+    for _ in range(3):
+        attached = lab.reader.attach(peer.description)
+        lab.read(attached, run)
+        lab.reader.fence()
+        with pytest.raises(TransportError):
+            lab.reader.post(attached, run)
+    assert lab.reader.describe() == description, "a fence must leave the serving side alone"
+    assert np.array_equal(memory, peer.data[:4096])
+
+
+@every
+def test_reads_from_a_killed_peer_fail(lab: Lab) -> None:
+    peer = lab.peer()
+    memory = lab.memory(1 << 20)
+    run = batch((memory.ctypes.data, peer.address, 1 << 20))
+    attached = lab.reader.attach(peer.description)
+    lab.read(attached, run)
+    peer.kill()
+    assert _next_end(lab, attached, run) is ReadState.FAILED
+    lab.reader.fence()
+
+
+@every
+def test_revoked_memory_is_not_read_and_its_process_lives(lab: Lab) -> None:
+    peer = lab.peer()
+    memory = lab.memory(1 << 20)
+    run = batch((memory.ctypes.data, peer.address, 1 << 20))
+    attached = lab.reader.attach(peer.description)
+    lab.read(attached, run)
+    peer.revoke()
+    assert _next_end(lab, attached, run) is ReadState.FAILED
+    lab.reader.fence()
+    assert peer.alive()
+
+
+def _next_end(lab: Lab, attached: object, run: Batch) -> ReadState:
+    """Return how the next read ends; a peer that is known to be gone is refused at once."""
+    try:
+        read = lab.reader.post(attached, run)  # type: ignore[arg-type]
+    except TransportError:
+        return ReadState.FAILED
+    state = lab.end_of(read)
+    lab.reader.close(read)
+    return state
+
+
+@in_flight
+def test_a_peer_killed_while_it_sends(lab: Lab) -> None:
+    peer = lab.peer()
+    memory = lab.memory(BIG)
+    attached = lab.reader.attach(peer.description)
+    read = lab.reader.post(attached, batch((memory.ctypes.data, peer.address, BIG)))
+    assert lab.reader.poll(read).state is ReadState.ACTIVE
+    peer.kill()
+    assert lab.end_of(read) is ReadState.FAILED
+    assert lab.reader.poll(read).error
+    assert not lab.reader.close(read), "a failed read may still have runs on the way"
+    lab.reader.fence()
+    memory[:] = SENTINEL
+    lab.settle()
+    assert (memory == SENTINEL).all()
+
+
+@in_flight
+def test_nothing_of_a_stopped_peer_lands_after_a_fence(lab: Lab) -> None:
+    peer = lab.peer()
+    memory = lab.memory(BIG)
+    attached = lab.reader.attach(peer.description)
+    lab.read(attached, batch((memory.ctypes.data, peer.address, 4096)))
+    peer.stop()
+    reads = [
+        lab.reader.post(attached, batch((memory.ctypes.data + begin, peer.address + begin, BIG // 4)))
+        for begin in range(0, BIG, BIG // 4)
+    ]
+    assert [lab.end_of(read, 0.3) for read in reads] == [ReadState.ACTIVE] * 4
+    assert [lab.reader.close(read) for read in reads] == [False] * 4
+    with pytest.raises(TransportError, match="fence"):
+        lab.reader.post(attached, batch((memory.ctypes.data, peer.address, 16)))
+    started = time.monotonic()
+    lab.reader.fence()
+    assert time.monotonic() - started < 10
+    memory[:] = SENTINEL
+    peer.go_on()
+    lab.settle()
+    assert (memory == SENTINEL).all()
+
+
+@in_flight
+def test_without_a_fence_bytes_of_an_unquiet_read_do_land(lab: Lab) -> None:
+    """Show that the test before this one can fail: unquiet is the truth, not a formality."""
+    peer = lab.peer()
+    memory = lab.memory(BIG)
+    attached = lab.reader.attach(peer.description)
+    run = batch((memory.ctypes.data, peer.address, BIG))
+    unquiet = lab.reader.post(attached, run)
+    other = lab.reader.post(attached, batch((memory.ctypes.data, peer.address, 1)))
+    assert not lab.reader.close(unquiet)
+    memory[:] = SENTINEL
+    lab.end_of(other)
+    lab.settle()
+    assert not (memory == SENTINEL).all()
+    lab.reader.fence()
+
+
+@in_flight
+def test_a_fence_while_the_peer_answers_spares_its_process(lab: Lab) -> None:
+    peer = lab.peer()
+    memory = lab.memory(BIG)
+    for _ in range(5):
+        attached = lab.reader.attach(peer.description)
+        size = BIG // 8
+        reads = [
+            lab.reader.post(attached, batch((memory.ctypes.data + at, peer.address + at, size)))
+            for at in range(0, BIG, size)
+        ]
+        assert not all([lab.reader.close(read) for read in reads])
+        lab.reader.fence()
+    memory[:] = SENTINEL
+    lab.settle()
+    assert (memory == SENTINEL).all()
+    assert peer.alive()
+
+
+@every
+def test_a_closed_transport_refuses_everything(lab: Lab) -> None:
+    peer = lab.peer()
+    lab.memory(64)
+    lab.reader.attach(peer.description)
+    lab.reader.shutdown()
+    lab.reader.shutdown()
+    with pytest.raises(TransportError):
+        lab.reader.attach(peer.description)
+    with pytest.raises(TransportError):
+        lab.reader.describe()
+
+
+@every
+def test_regions_that_cannot_be_registered_change_nothing(lab: Lab) -> None:
+    peer = lab.peer()
+    memory = lab.memory(4096)
+    for wrong in (Region(0, 16), Region(memory.ctypes.data, -1), Region(memory.ctypes.data, 16, "tpu:0")):
+        with pytest.raises(TransportError):
+            lab.reader.register([Region(memory.ctypes.data, 16), wrong])
+    lab.read(lab.reader.attach(peer.description), batch((memory.ctypes.data, peer.address, 4096)))
+    assert np.array_equal(memory, peer.data[:4096])
+    lab.reader.attach(lab.reader.describe())
