@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -31,7 +31,7 @@ from tensorhub_core.errors import ConfigError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 256 << 20
-_COPY_CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 16 << 20
 _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0)
 
 CopyProgress = Callable[[int, int], None]
@@ -63,8 +63,9 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open the checkpoint in `directory`: `model.safetensors`, or the files that its index names.
 
-    `copy=True` reads the files into memory of the process, which later changes on disk cannot reach; `progress` hears
-    of it. Raises ConfigError naming the file and the tensor that is wrong.
+    `copy=True` reads the files into memory of the process, which later changes on disk cannot reach. Otherwise, with
+    `progress`, they are read once, so that they are in the system's memory when the bytes are needed. `progress` hears
+    of the reading. Raises ConfigError naming the file and the tensor that is wrong.
     """
     folder = Path(directory)
     if not folder.is_dir():
@@ -138,7 +139,11 @@ def _open_file(path: Path, copy: bool, progress: CopyProgress | None) -> _File:
             length = header_length(file.read(64), size, str(path))
             file.seek(PREFIX_BYTES)
             entries = parse_header(file.read(length), size, str(path))
-            return _File(path, entries, _copied(path, size, progress) if copy else _mapped(path, file.fileno(), size))
+            if copy:
+                return _File(path, entries, _copied(path, size, progress))
+            if progress is not None:
+                _warm(path, size, progress)
+            return _File(path, entries, _mapped(path, file.fileno(), size))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
 
@@ -155,17 +160,31 @@ def _mapped(path: Path, descriptor: int, size: int) -> NDArray[np.uint8]:
 
 def _copied(path: Path, size: int, progress: CopyProgress | None) -> NDArray[np.uint8]:
     memory = np.empty(size, np.uint8)
-    done = 0
-    with path.open("rb", buffering=0) as file:
-        while done < size:
-            count = file.readinto(memory[done : done + _COPY_CHUNK_BYTES])  # type: ignore[arg-type]
-            if not count:
-                raise ConfigError(f"{path} was cut off while it was read")
-            done += count
-            if progress is not None:
-                progress(done, size)
+    chunks = (memory[start : start + _CHUNK_BYTES] for start in range(0, size, _CHUNK_BYTES))
+    _read(path, chunks, size, progress)
     memory.flags.writeable = False
     return memory
+
+
+def _warm(path: Path, size: int, progress: CopyProgress) -> None:
+    scratch = np.empty(min(size, _CHUNK_BYTES), np.uint8)
+    _read(path, (scratch[: size - start] for start in range(0, size, _CHUNK_BYTES)), size, progress)
+
+
+def _read(path: Path, chunks: Iterable[NDArray[np.uint8]], size: int, progress: CopyProgress | None) -> None:
+    """Read a file into one chunk after the other; raises ConfigError if it ends early."""
+    done = 0
+    with path.open("rb", buffering=0) as file:
+        for chunk in chunks:
+            filled = 0
+            while filled < chunk.nbytes:
+                count = file.readinto(memoryview(chunk)[filled:])
+                if not count:
+                    raise ConfigError(f"{path} was cut off while it was read")
+                filled += count
+            done += filled
+            if progress is not None:
+                progress(done, size)
 
 
 def _shifted(progress: CopyProgress | None, before: int, total: int) -> CopyProgress | None:

@@ -17,19 +17,25 @@ Report = Callable[[int, int], None]
 
 
 @contextmanager
-def byte_progress(title: str, *, lines: bool = True, console: Console | None = None) -> Iterator[Report]:
-    """Yield the function to call with (done_bytes, total_bytes).
-
-    `lines=False` shows nothing where stderr is not a terminal.
-    """
+def byte_progress(title: str, console: Console | None = None) -> Iterator[Report]:
+    """Yield the function to call with (done_bytes, total_bytes); see `terminal_progress` for one that may stay silent."""
     console = console or Console(stderr=True)
     if console.is_terminal:
         with _bar(title, console) as report:
             yield report
-    elif lines:
-        yield _Lines(title, console, time.monotonic())
     else:
-        yield lambda done, total: None
+        yield _Lines(title, console, time.monotonic())
+
+
+@contextmanager
+def terminal_progress(title: str, console: Console | None = None) -> Iterator[Report | None]:
+    """Yield the function to call with (done_bytes, total_bytes), None where stderr is not a terminal."""
+    console = console or Console(stderr=True)
+    if console.is_terminal:
+        with _bar(title, console) as report:
+            yield report
+    else:
+        yield None
 
 
 @contextmanager

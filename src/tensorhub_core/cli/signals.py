@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import signal
-import threading
 from types import FrameType
-
-_LOOK_EVERY_S = 1.0
 
 
 class Stop:
     """Turn SIGTERM and SIGINT into KeyboardInterrupt, so that what is half done is undone.
 
-    From `begin_serving()` on the first signal only ends `wait()`, and one more means impatience: KeyboardInterrupt.
+    From `begin_serving()` on the first signal only makes `wanted()` true, and one more means impatience: KeyboardInterrupt.
     Make it on the main thread.
     """
 
     def __init__(self) -> None:
-        self._wanted = threading.Event()
+        self._wanted = False
         self._serving = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if not self._serving or self._wanted.is_set():
+        if not self._serving or self._wanted:
             raise KeyboardInterrupt
-        self._wanted.set()
+        self._wanted = True
 
     def begin_serving(self) -> None:
         """Take the next signal as the wish to end in order."""
         self._serving = True
 
-    def wait(self, timeout_s: float = _LOOK_EVERY_S) -> bool:
-        """Tell whether the end is wanted, after at most `timeout_s`."""
-        return self._wanted.wait(timeout_s)
+    def wanted(self) -> bool:
+        """Tell whether the end is wanted."""
+        return self._wanted

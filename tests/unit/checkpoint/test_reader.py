@@ -103,6 +103,17 @@ def test_a_copy_does_not_follow_the_file(tmp_path: Path) -> None:
     assert as_bytes(checkpoint.tensors[1].buffer) == b"\x01" * 24
 
 
+def test_progress_reads_the_files_before_they_are_mapped(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(40_000_000, dtype=torch.uint8), "b": torch.ones(24, dtype=torch.uint8)}
+    save(tmp_path / "model.safetensors", tensors)
+    heard: list[tuple[int, int]] = []
+    checkpoint = open_checkpoint(tmp_path, progress=lambda done, total: heard.append((done, total)))
+    size = checkpoint.files[0].stat().st_size
+    assert [done for done, _ in heard] == [16 << 20, 32 << 20, size]
+    assert {total for _, total in heard} == {size}
+    assert as_bytes(checkpoint.tensors[1].buffer) == b"\x01" * 24
+
+
 def test_views_outlive_the_checkpoint(tmp_path: Path) -> None:
     save(tmp_path / "model.safetensors", {"a": torch.arange(10)})
     buffer = open_checkpoint(tmp_path).tensors[0].buffer

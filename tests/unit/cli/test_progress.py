@@ -10,10 +10,10 @@ from rich.console import Console
 from tensorhub_core.cli import progress
 
 
-def shown(terminal: bool, reports: list[tuple[int, int]], **options: bool) -> str:
+def shown(terminal: bool, reports: list[tuple[int, int]]) -> str:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=120)
-    with progress.byte_progress("pulling policy", console=console, **options) as report:
+    with progress.byte_progress("pulling policy", console) as report:
         for done, total in reports:
             report(done, total)
     return out.getvalue()
@@ -38,8 +38,14 @@ def test_lines_come_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line.split(":")[1].split("%")[0].strip() for line in lines] == ["0", "25", "50", "75", "100"]
 
 
-def test_silence_where_no_lines_are_wanted() -> None:
-    assert shown(False, [(0, 0), (4, 4)], lines=False) == ""
+def test_some_work_is_only_shown_on_a_terminal() -> None:
+    with progress.terminal_progress("reading", Console(file=io.StringIO(), force_terminal=False)) as report:
+        assert report is None
+    out = io.StringIO()
+    with progress.terminal_progress("reading", Console(file=out, force_terminal=True, width=120)) as report:
+        assert report is not None
+        report(1, 2)
+    assert "reading" in out.getvalue()
 
 
 def test_nothing_to_move_is_all_of_it() -> None:
