@@ -18,7 +18,7 @@ Report = Callable[[int, int], None]
 
 @contextmanager
 def byte_progress(title: str, console: Console | None = None) -> Iterator[Report]:
-    """Yield the function to call with (done_bytes, total_bytes); see `terminal_progress` for one that may stay silent."""
+    """Yield the function to call with (done_bytes, total_bytes)."""
     console = console or Console(stderr=True)
     if console.is_terminal:
         with _bar(title, console) as report:

@@ -9,8 +9,8 @@ from types import FrameType
 class Stop:
     """Turn SIGTERM and SIGINT into KeyboardInterrupt, so that what is half done is undone.
 
-    From `begin_serving()` on the first signal only makes `wanted()` true, and one more means impatience: KeyboardInterrupt.
-    Make it on the main thread.
+    From `begin_serving()` on the first signal only makes `wanted()` true, and one more means impatience, which is a
+    KeyboardInterrupt again. Make it on the main thread.
     """
 
     def __init__(self) -> None:
