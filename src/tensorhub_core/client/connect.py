@@ -67,15 +67,21 @@ def connect(
         spot=spot,
     )
     mailbox = Mailbox(WorkerCounters())
-    address = server or config.server
-    if address is not None:
-        session = Session(address, identity, mailbox)
-        welcome = _opened(session, config.connect_timeout_s)
-    else:
-        session, welcome = _connect_embedded(identity, mailbox, filled)
+    session, welcome = open_session(server, identity, mailbox, filled)
     mailbox.welcomed(welcome)
     resources = Resources(session, _transport_maker(transport, config), lambda t: ReadExecutor(t, config))
     return Worker(identity, config, resources, mailbox)
+
+
+def open_session(
+    server: str | None, identity: Identity, mailbox: Mailbox, settings: Settings
+) -> tuple[Session, Welcome]:
+    """Open a session with `server`, with the configured one, or with the embedded one; errors as of `connect()`."""
+    address = server or settings.client.server
+    if address is None:
+        return _connect_embedded(identity, mailbox, settings)
+    session = Session(address, identity, mailbox)
+    return session, _opened(session, settings.client.connect_timeout_s)
 
 
 def _check_shard(shard: int, num_shards: int) -> None:

@@ -11,7 +11,7 @@ from tensorhub_core.state.messages import PROTOCOL, Failure, Held, Hello, PutBlo
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who the worker is, for all its life."""
+    """Who the worker is, for all its life; an observer belongs to no replica."""
 
     token: str
     model: str
@@ -22,6 +22,7 @@ class Identity:
     zone: str = ""
     host: str = ""
     spot: bool = False
+    observer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ def hello_of(identity: Identity, standing: Standing, high: tuple[int, int] | Non
         zone=identity.zone,
         host=identity.host,
         spot=identity.spot,
+        observer=identity.observer,
         high=high,
         held=standing.held,
     )

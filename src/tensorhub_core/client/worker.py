@@ -65,6 +65,7 @@ class Worker:
         self._identity, self._config = identity, config
         self._resources, self._session, self._mailbox = resources, resources.session, mailbox
         self._holding = Holding()
+        self._digest: bytes | None = None
         self._book: SourceBook | None = None
         self._drain = Drain(self._session.submit, self._session.offer_nothing)
         self._next_round = (0, 0)
@@ -88,6 +89,11 @@ class Worker:
         """Return the version that the registered memory holds, None if it holds none or is dirty."""
         held = self._holding.held
         return None if held is None or self._holding.dirty else Version.of(held)
+
+    @property
+    def digest(self) -> bytes | None:
+        """Return the xxh3_128 of the verified checksums of what the memory holds, None if it holds no version."""
+        return None if self.version is None else self._digest
 
     # --- holding ----------------------------------------------------------------------------------------------------
 
@@ -139,6 +145,7 @@ class Worker:
                 raise
             assert isinstance(reply, Published)
             self._holding.now_published((reply.epoch, reply.number))
+            self._digest = sums.digest
             self._resources.stand((reply.epoch, reply.number), sums, life)
             self.counters.published += 1
             return Version(reply.number, reply.epoch)
@@ -314,6 +321,7 @@ class Worker:
             else:
                 holding.now_committed(end.key, end.published)
                 self.counters.commits += 1
+                self._digest = None if driver.sums is None else driver.sums.digest
                 if end.published and driver.sums is not None:
                     self._resources.stand(end.key, driver.sums, driver.life)
             return Version.of(end.key)

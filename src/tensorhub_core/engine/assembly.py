@@ -166,8 +166,10 @@ def _add_parts(name: str, shape: tuple[int, ...], living: Sequence[Entry], resul
     if len(ranks) > 1:
         result.obstacles.append(f"{name}: its sources have different numbers of axes")
         return
-    if rank == len(shape) and all(a == b for entry in living for a, b, _ in entry.piece.axes):
-        whole = View((), tuple(range(rank)))
+    lead = len(shape) - rank
+    if lead >= 0 and all(b == a + lead for entry in living for a, b, _ in entry.piece.axes):
+        # Boxes of fewer axes are aligned to the tensor's last axes: an expert is one index of the first axis.
+        whole = View((), tuple(range(len(shape))))
         result.parts.append(Part(name, whole, tuple(_box(entry, whole) for entry in living)))
         return
     mapped: dict[int, int] = {}

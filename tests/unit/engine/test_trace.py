@@ -98,18 +98,31 @@ def test_filling_by_boxes_equals_loading(case: str) -> None:
     for name, tensor in result.tensors.items():
         for box in result.boxes[name]:
             part = real[box.logical][tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))]
-            tensor[tuple(slice(at, at + n) for at, n in zip(box.local_offset, box.shape, strict=True))].copy_(part)
+            shape = (1,) * (tensor.dim() - part.dim()) + tuple(part.shape)
+            window = tuple(slice(at, at + n) for at, n in zip(box.local_offset, shape, strict=True))
+            tensor[window].copy_(part.reshape(shape))
     for name, tensor in expected.items():
         assert torch.equal(filled[name], tensor), name
 
 
-def test_physical_tensors_are_views_of_the_parameters() -> None:
+def test_experts_are_boxes_of_one_physical_tensor() -> None:
     load, shapes, sources = CASES["experts"]
-    params = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    result = trace(lambda weights: load(params, weights), params, sources_of(sources))
-    assert sorted(result.tensors) == sorted(f"{name}[{e}]" for name in shapes for e in range(3))
-    result.tensors["w2[1]"].fill_(3.0)
-    assert (params["w2"][1] == 3.0).all()
+    result = run(load, shapes, sources)
+    assert sorted(result.tensors) == ["w13", "w2"]
+    assert Box("1.up", (0, 0), (4, 5), (1, 4, 0)) in result.boxes["w13"]
+
+
+def test_what_lies_along_other_axes_is_split_and_permuted() -> None:
+    def load(params: dict[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            params["w"].data[int(name)].copy_(weight.t())
+
+    params = {"w": torch.zeros(2, 4, 3)}
+    result = trace(lambda weights: load(params, weights), params, sources_of({"0": (3, 4), "1": (3, 4)}))
+    assert {name: tuple(tensor.shape) for name, tensor in result.tensors.items()} == {"w[0]": (3, 4), "w[1]": (3, 4)}
+    result.tensors["w[1]"].fill_(3.0)
+    assert (params["w"][1] == 3.0).all()
+    assert (params["w"][0] == 0.0).all()
 
 
 def test_tied_parameters_are_described_once() -> None:
