@@ -69,7 +69,7 @@ def test_each_call_is_allowed_in_its_states_only(state: str, call: str) -> None:
     if call in allowed:
         CALLS[call](make())
     else:
-        with pytest.raises(StateError, match="call |dirty"):
+        with pytest.raises(StateError, match=r"call |dirty"):
             CALLS[call](make())
 
 
