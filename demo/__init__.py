@@ -1,0 +1,1 @@
+"""The demo: a language model learns by reinforcement while two vLLM engines follow its weights through TensorHub."""

@@ -1,0 +1,170 @@
+"""Talk to a vLLM engine over HTTP: completions, and which version of the weights it serves."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+
+from demo.processes import DemoError
+
+SERVED_NAME = "policy"
+_QUICK_S = 10.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to ask: a chat, how many answers, how to draw them. `temperature` 0 takes the likeliest token each time."""
+
+    instruction: str
+    prompt: str
+    max_tokens: int
+    count: int = 1
+    temperature: float = 0.0
+    seed: int = 0
+
+    def messages(self) -> list[dict[str, str]]:
+        """Return the chat's messages."""
+        return [{"role": "system", "content": self.instruction}, {"role": "user", "content": self.prompt}]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One completion and the versions the engine reported `before` and `after` it was made.
+
+    `logprobs` are the log-probabilities of the tokens in `answer_ids`, one each.
+    """
+
+    engine: str
+    prompt: str
+    text: str
+    finished: bool
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    before: int
+    after: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an engine says about its weights: `GET /tensorhub/version`.
+
+    `sources` are the replicas its shards were filled from, `drain_s`, `transfer_s`, `process_s` the parts of the time
+    in which it did not answer during its last swap.
+    """
+
+    version: int | None
+    state: str
+    error: str
+    sources: tuple[str, ...]
+    total_bytes: int
+    drain_s: float
+    transfer_s: float
+    process_s: float
+    total_s: float
+
+
+def read_report(body: dict[str, Any]) -> Report:
+    """Read the body of `/tensorhub/version`."""
+    shards = body["shards"]
+    swap = body.get("last_swap") or {}
+    return Report(
+        version=body["version"],
+        state=body["state"],
+        error=body.get("error") or "",
+        sources=tuple(sorted({shard["source"] or "" for shard in shards})),
+        total_bytes=sum(shard["total_bytes"] or 0 for shard in shards),
+        drain_s=swap.get("drain_s", 0.0),
+        transfer_s=swap.get("transfer_s", 0.0),
+        process_s=swap.get("process_s", 0.0),
+        total_s=swap.get("total_s", 0.0),
+    )
+
+
+class Engine:
+    """One running engine, known to the hub as `replica`. Threads may share it."""
+
+    def __init__(self, replica: str, port: int, *, timeout_s: float) -> None:
+        self.replica = replica
+        self._url = f"http://127.0.0.1:{port}"
+        self._timeout_s = timeout_s
+        # Without the user's proxies: the engine runs on this machine.
+        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+    def look(self) -> Report | None:
+        """Return what it says about its weights if it is up and serves some, else None."""
+        try:
+            self._get("/health")
+            report = self.report()
+        except (OSError, http.client.HTTPException, ValueError):
+            return None
+        return report if report.state == "serving" else None
+
+    def report(self) -> Report:
+        """Ask which version it serves and where that came from; raises OSError while it does not listen."""
+        return read_report(json.loads(self._get("/tensorhub/version")))
+
+    def serves(self, version: int) -> bool:
+        """Tell whether it serves this version; raises DemoError if it failed."""
+        report = self.report()
+        if report.state == "failed":
+            raise DemoError(f"{self.replica} failed: {report.error}")
+        return report.state == "serving" and report.version == version
+
+    def ask(self, request: Request) -> list[Answer]:
+        """Get completions, and the version before and after; raises DemoError on any other answer than success."""
+        before = self._version()
+        body = {
+            "model": SERVED_NAME,
+            "messages": request.messages(),
+            "n": request.count,
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "seed": request.seed,
+            "logprobs": True,
+            "return_token_ids": True,
+        }
+        reply = self._post("/v1/chat/completions", body)
+        after = self._version()
+        prompt_ids = tuple(reply["prompt_token_ids"])
+        return [
+            Answer(
+                engine=self.replica,
+                prompt=request.prompt,
+                text=choice["message"]["content"] or "",
+                finished=choice["finish_reason"] == "stop",
+                prompt_ids=prompt_ids,
+                answer_ids=tuple(choice["token_ids"]),
+                logprobs=tuple(place["logprob"] for place in choice["logprobs"]["content"]),
+                before=before,
+                after=after,
+            )
+            for choice in reply["choices"]
+        ]
+
+    def _version(self) -> int:
+        version = self.report().version
+        if version is None:
+            raise DemoError(f"{self.replica} answers requests, but says that it serves no version")
+        return version
+
+    def _get(self, path: str) -> bytes:
+        with self._open(self._url + path, timeout=_QUICK_S) as reply:
+            content: bytes = reply.read()
+            return content
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self._url + path, json.dumps(body).encode(), headers)
+        try:
+            with self._open(request, timeout=self._timeout_s) as reply:
+                return json.load(reply)
+        except urllib.error.HTTPError as error:
+            text = error.read().decode(errors="replace")[:500]
+            raise DemoError(f"{self.replica} refused {path} with {error.code}: {text}") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise DemoError(f"{self.replica} did not answer {path}: {error}") from None

@@ -1,0 +1,33 @@
+"""Ask a fresh stock vLLM, without TensorHub, for temperature-0 answers: `python -m demo.fresh CHECKPOINT ASK OUT`.
+
+ASK holds a JSON list of {"messages", "max_tokens"}; OUT gets a list of {"token_ids", "logprobs"}. One request at a
+time, as the engines were asked, so that the same arithmetic runs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from demo.serving import ENGINE_LIMITS
+
+
+def main(checkpoint: str, ask: str, out: str) -> None:
+    """Load the checkpoint and answer."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(checkpoint, **ENGINE_LIMITS)
+    found: list[dict[str, Any]] = []
+    for request in json.loads(Path(ask).read_text(encoding="utf-8")):
+        sampling = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], logprobs=0)
+        answer = llm.chat(request["messages"], sampling, use_tqdm=False)[0].outputs[0]
+        token_ids = list(answer.token_ids)
+        logprobs = [place[token].logprob for place, token in zip(answer.logprobs, token_ids, strict=True)]
+        found.append({"token_ids": token_ids, "logprobs": logprobs})
+    Path(out).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,118 @@
+"""The RL loop: ask the engines, score the answers, learn, publish the next version in place.
+
+It knows the trainer's side of TensorHub by two calls, `publish` and `unpublish`, and the engines by HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from demo.account import Account
+from demo.engines import Answer, Engine, Report
+from demo.grpo import Policy, Sample, advantages
+from demo.processes import Child, wait_until
+from demo.profiles import Profile
+from demo.proof import Step
+
+_FOLLOW_S = 120.0
+FIRST_VERSION = 1
+
+
+class Publisher(Protocol):
+    """What the loop needs of a TensorHub worker."""
+
+    def publish(self, version: int) -> object:
+        """Commit not to change the parameters, which are this version."""
+
+    def unpublish(self) -> None:
+        """Take them back; returns when no reader can see them any more."""
+
+
+@dataclass
+class Loop:
+    """One training run. `late` is asked once a version for an engine that has come up since; None for none."""
+
+    profile: Profile
+    policy: Policy
+    publisher: Publisher
+    engines: list[Engine]
+    programs: Sequence[Child]
+    account: Account
+    late: Callable[[int], Engine | None]
+    steps: list[Step] = field(default_factory=list)
+
+    def run(self) -> int:
+        """Train through all versions; returns the last one published, which nobody trained on yet."""
+        version = FIRST_VERSION
+        with ThreadPoolExecutor(max_workers=self.profile.prompts_at_once) as pool:
+            for version in range(FIRST_VERSION, FIRST_VERSION + self.profile.versions):
+                self._step(version, pool)
+        self.wait_for_engines(version + 1)
+        return version + 1
+
+    def wait_for_engines(self, version: int) -> dict[str, Report]:
+        """Wait until every engine serves `version`; returns what they say about it."""
+
+        def all_serve() -> bool:
+            return all(engine.serves(version) for engine in self.engines)
+
+        wait_until(f"the engines serve version {version}", all_serve, self.programs, _FOLLOW_S)
+        reports = {engine.replica: engine.report() for engine in self.engines}
+        self.account.arrived(version, reports)
+        return reports
+
+    def _step(self, version: int, pool: ThreadPoolExecutor) -> None:
+        newcomer = self.late(version)
+        if newcomer is not None:
+            self.engines.append(newcomer)
+        reports = self.wait_for_engines(version)
+        if (version - FIRST_VERSION) % self.profile.show_every == 0:
+            self.show_answer(version)
+        began = time.monotonic()
+        groups = self._ask(version, pool)
+        asked = time.monotonic()
+        rewards = [[self.profile.rule.score(a.text, a.finished) for a in group] for group in groups]
+        used = self.policy.accumulate(_samples(groups, rewards))
+        learnt = time.monotonic()
+        self.publisher.unpublish()
+        taken_back = time.monotonic()
+        self.policy.apply()
+        self.publisher.publish(version + 1)
+        published = time.monotonic()
+        answers = tuple(answer for group in groups for answer in group)
+        flat = [reward for group in rewards for reward in group]
+        words = sum(len(answer.text.split()) for answer in answers) / len(answers)
+        self.steps.append(Step(version, sum(flat) / len(flat), words, answers, reports))
+        self.account.learnt(
+            self.steps[-1],
+            used,
+            {
+                "ask": asked - began,
+                "learn": learnt - asked,
+                "unpublish": taken_back - learnt,
+                "step + publish": published - taken_back,
+            },
+        )
+
+    def _ask(self, version: int, pool: ThreadPoolExecutor) -> list[list[Answer]]:
+        """Send the version's prompts to the engines in turn, all at once; returns one group of answers a prompt."""
+        questions = self.profile.questions(version)
+        chosen = [self.engines[(version + place) % len(self.engines)] for place in range(len(questions))]
+        return list(pool.map(lambda engine, question: engine.ask(question), chosen, questions))
+
+    def show_answer(self, version: int) -> None:
+        """Print the likeliest answer to one prompt."""
+        self.account.answer(version, self.engines[0].ask(self.profile.greedy(self.profile.prompts[0]))[0])
+
+
+def _samples(groups: Sequence[Sequence[Answer]], rewards: Sequence[Sequence[float]]) -> list[Sample]:
+    """Pair every answer with how much better than its group it was."""
+    return [
+        Sample(answer.prompt_ids, answer.answer_ids, advantage)
+        for group, scores in zip(groups, rewards, strict=True)
+        for answer, advantage in zip(group, advantages(scores), strict=True)
+    ]

@@ -1,0 +1,91 @@
+"""Run the demo: `python demo/run.py [--quick]`, with the vLLM environment's Python.
+
+A hub, a trainer (this process) and two `vllm serve --weight-source tensorhub` engines: the engines answer prompts, the
+trainer learns from the answers and publishes each new version in place, the engines fill themselves from the trainer
+and from each other. It ends with proof and exit code 0, or says what was off and exits with 1.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)  # instead of this folder: the demo's modules are a package
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+# Read by torch when it is imported. Waiting threads sleep: this process shares its cores with the engines.
+os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+import argparse  # noqa: E402
+import shutil  # noqa: E402
+import signal  # noqa: E402
+import tempfile  # noqa: E402
+from types import FrameType  # noqa: E402
+
+from demo.account import Account  # noqa: E402
+from demo.processes import Children, DemoError, adopt_orphans, descendants, kill_descendants  # noqa: E402
+from demo.profiles import FULL, QUICK, Profile  # noqa: E402
+from demo.proof import none_left  # noqa: E402
+
+_LIMIT_S = {"full": 1800, "quick": 540}
+
+
+def run(profile: Profile, folder: Path) -> bool:
+    """Run one form of the demo with its files in `folder`; returns whether everything held."""
+    from demo.session import Session  # brings torch
+
+    account = Account()
+    with Children(folder / "logs") as children:
+        checks = Session(profile, folder, children, account).run()
+    checks.append(none_left(descendants()))
+    account.checks(checks[-1:])
+    held = all(check.held for check in checks)
+    account.end(held)
+    return held
+
+
+def _stop(number: int, _: FrameType | None) -> None:
+    if number == signal.SIGALRM:
+        raise DemoError("the demo took too long")
+    raise SystemExit(128 + number)
+
+
+def main() -> int:
+    """Read the command line and run; returns the exit code."""
+    parser = argparse.ArgumentParser(description="A model learns by RL; two vLLM engines follow it through TensorHub.")
+    parser.add_argument("--quick", action="store_true", help="a tiny local model, about two minutes")
+    parser.add_argument("--keep", action="store_true", help="keep the run's files, logs and checkpoint")
+    options = parser.parse_args()
+    profile = QUICK if options.quick else FULL
+    adopt_orphans()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
+        signal.signal(number, _stop)
+    signal.alarm(_LIMIT_S[profile.name])
+    folder = Path(tempfile.mkdtemp(prefix="tensorhub-demo-"))
+    (folder / "logs").mkdir()
+    held = False
+    try:
+        held = run(profile, folder)
+    except DemoError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    finally:
+        signal.alarm(0)
+        kill_descendants()
+        _tidy(folder, everything=held and not options.keep, weights=not options.keep)
+    return 0 if held else 1
+
+
+def _tidy(folder: Path, *, everything: bool, weights: bool) -> None:
+    if everything:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    if weights:
+        for kept in folder.iterdir():
+            if kept.name != "logs":
+                shutil.rmtree(kept, ignore_errors=True) if kept.is_dir() else kept.unlink()
+    print(f"logs: {folder / 'logs'}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""The command lines of the programs the demo starts: the hub, the engines, the fresh engine of the proof."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from demo.engines import SERVED_NAME
+from demo.processes import Child, Children, wait_until
+
+MODEL = "policy"
+ENGINE_LIMITS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_seqs": 32,
+    "kv_cache_memory_bytes": 128 << 20,
+    "seed": 0,
+}
+"""Alike for the followers and the fresh engine of the proof."""
+
+_HUB_S = 60.0
+_LISTENING = re.compile(r"^listening on (\S+)$", re.MULTILINE)
+
+
+def cores() -> list[int]:
+    """Return the processor cores this process may use."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def engine_environment(core: int) -> dict[str, str]:
+    """Return the environment of an engine that computes on one core with one thread: unbound it crawls on a CPU."""
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": str(core),
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def start_hub(children: Children) -> tuple[Child, str]:
+    """Start `tensorhub serve` on a free port; returns it and its address."""
+    command = [sys.executable, "-m", "tensorhub_core.cli.main", "serve", "--bind", "tcp://127.0.0.1:0"]
+    hub = children.start("hub", command, {"PYTHONUNBUFFERED": "1"})
+    found: list[str] = []
+
+    def listens() -> bool:
+        found.extend(_LISTENING.findall(hub.log.read_text(encoding="utf-8", errors="replace")))
+        return bool(found)
+
+    wait_until("the hub listens", listens, [hub], _HUB_S)
+    return hub, found[0]
+
+
+def start_engine(children: Children, replica: str, model: Path, hub: str, port: int, core: int) -> Child:
+    """Start `vllm serve MODEL --weight-source tensorhub`, which follows the hub's newest version."""
+    source = {"server": hub, "model": MODEL, "replica": replica, "follow": True, "timeout_s": 300}
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+    command += ["--served-model-name", SERVED_NAME, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--weight-source", "tensorhub", "--weight-source-config", json.dumps(source)]
+    for name, value in ENGINE_LIMITS.items():
+        flag = "--" + name.replace("_", "-")
+        command += [flag] if value is True else [flag, str(value)]
+    return children.start(replica, command, engine_environment(core))
+
+
+def start_fresh(children: Children, checkpoint: Path, ask: Path, out: Path, core: int) -> Child:
+    """Start a stock vLLM, no plugin loaded, on a saved checkpoint (fresh.py)."""
+    environment = {**engine_environment(core), "VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    command = [sys.executable, "-m", "demo.fresh", str(checkpoint), str(ask), str(out)]
+    return children.start("fresh", command, environment)
