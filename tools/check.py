@@ -23,6 +23,9 @@ CORE = ".venv/bin"
 VLLM = ".envs/vllm/bin"
 RESULTS = ROOT / ".work" / "results"
 
+ALONE = ("tests/processes", "tests/transport", "tests/readme", "tests/engines")
+"""Tests with real processes and engines: they run one at a time, in phases of their own."""
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -43,8 +46,8 @@ PHASES = (
     Phase("format", (f"{CORE}/ruff", "format", "--check", "."), 120),
     Phase("mypy", (f"{CORE}/mypy",), 600),
     Phase("imports", (f"{CORE}/lint-imports", "--cache-dir", ".work/imports"), 300),
-    _pytest("unit", f"{CORE}/python", "-n", "2", "tests/static", "tests/unit", "tests/property", limit_s=900),
-    _pytest("processes", f"{CORE}/python", "tests/processes", limit_s=900),
+    _pytest("unit", f"{CORE}/python", "-n", "2", "tests", *(f"--ignore={path}" for path in ALONE), limit_s=900),
+    _pytest("processes", f"{CORE}/python", "tests/processes", "tests/transport", limit_s=900),
     _pytest("readme", f"{CORE}/python", "tests/readme", limit_s=300),
     _pytest("vllm", f"{VLLM}/python", "tests/engines/vllm", limit_s=1500),
     Phase("demo-quick", (f"{VLLM}/python", "demo/run.py", "--quick"), 600),

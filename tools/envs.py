@@ -67,7 +67,12 @@ ENGINES = {
         ),
         Engine(
             "sglang",
-            check="import torch; assert torch.version.cuda is None\nimport nixl, xxhash, zmq, msgspec, sglang.version",
+            # Not `import sglang`: on a machine without CUDA it needs stand-ins for its kernels, which are not packages.
+            check=(
+                "import torch; assert torch.version.cuda is None\n"
+                "import nixl, xxhash, zmq, msgspec, transformers, xgrammar, fastapi\n"
+                "import importlib.util; assert importlib.util.find_spec('sglang')"
+            ),
             needed_bytes=3 << 30,
         ),
         Engine(
