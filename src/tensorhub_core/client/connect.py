@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
+from tensorhub_core.client.device import checksum_device
 from tensorhub_core.client.executor import ReadExecutor
 from tensorhub_core.client.identity import Identity
 from tensorhub_core.client.mailbox import Mailbox
@@ -69,7 +70,7 @@ def connect(
     mailbox = Mailbox(WorkerCounters())
     session, welcome = open_session(server, identity, mailbox, filled)
     mailbox.welcomed(welcome)
-    resources = Resources(session, _transport_maker(transport, config), lambda t: ReadExecutor(t, config))
+    resources = Resources(session, _transport_maker(transport, config), lambda t: ReadExecutor(t, config, checksum_device=checksum_device))
     return Worker(identity, config, resources, mailbox)
 
 

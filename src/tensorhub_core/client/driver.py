@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import queue
 import time
 from collections import deque
@@ -139,6 +140,7 @@ class RoundDriver:
         self._collected = False
         self.sums: PutBlob | None = None
         """The checksums of what was read, once it is verified."""
+        self._unquiet = False
         self._end: End | None = None
         self.post(Begin())
 
@@ -187,13 +189,24 @@ class RoundDriver:
                 return ReadEnded(ReadOutcome(ReadEnd.CANCELLED, np.zeros(0, np.bool_), 0)), 0
             if self._handle is not None:
                 self._announce()
-                outcome = self._handle.wait(_POLL_S)
+                outcome = self._wait(self._handle)
                 if outcome is not None:
                     return ReadEnded(self._note(outcome)), 0
             now = time.monotonic()
             due_s = self._state.deadline_s if self._state.give_up_s is None else self._state.give_up_s
             if due_s is not None and now >= due_s:
                 return Tick(), 0
+
+    def _wait(self, handle: ReadHandle) -> ReadOutcome | None:
+        """Return the outcome of the read job if it has ended; an error that broke it ends the round unquiet."""
+        try:
+            return handle.wait(_POLL_S)
+        except Exception as error:
+            if not _breaks(handle, error):
+                raise  # the caller's own, from a signal handler
+            self._handle, self._unquiet = None, True
+            self.post(Broken(error))
+            return None
 
     # --- effects ----------------------------------------------------------------------------------------------------
 
@@ -222,7 +235,7 @@ class RoundDriver:
             case Settle():
                 self.post(Settled(self._settle()))
             case End():
-                self._end = effect
+                self._end = dataclasses.replace(effect, unquiet=effect.unquiet or self._unquiet)
 
     def _tell(self, message: Request) -> None:
         try:
@@ -305,3 +318,12 @@ class RoundDriver:
         self.sums = PutBlob(digest_of(blob), blob)
         self._tell(self.sums)
         return self.sums.digest
+
+
+def _breaks(handle: ReadHandle, error: Exception) -> bool:
+    """Tell whether an error came from the read job: it then comes every time."""
+    try:
+        handle.wait(0.0)
+    except Exception as again:
+        return again is error
+    return False

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorhub_core.client.device import device_bytes
 from tensorhub_core.client.regions import Span, coalesce
 from tensorhub_core.client.sums import segment_sums
 from tensorhub_core.client.tensors import Tensors, View, check_geometry, named_tensors, view_of
@@ -179,8 +180,7 @@ class RegisteredMemory:
         memory = self.storages[storage]
         if memory.buffer is not None:
             return memory.buffer.data[offset : offset + length]
-        tensor = self._tensors[memory.names[0]] if memory.shadow is None else memory.shadow.keep
-        return _device_bytes(tensor, offset, length)
+        return device_bytes(memory.view.device, memory.address + offset, length)
 
 
 def _specs(views: Mapping[str, View], boxes: Mapping[str, Sequence[Box]] | None) -> list[TensorSpec]:
@@ -246,10 +246,3 @@ class _TorchShadow:
         """Copy the shadow into the tensor."""
         self._tensor.copy_(self._dense)
 
-
-def _device_bytes(tensor: Any, offset: int, length: int) -> memoryview:
-    """Copy a run of a contiguous device tensor's bytes to the host."""
-    import torch
-
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    return memoryview(flat[offset : offset + length].cpu().numpy())

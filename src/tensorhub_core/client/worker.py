@@ -335,15 +335,17 @@ class Worker:
             self._session.close()
         elif state.key is None and isinstance(end.error, StateError):
             self._session.say_hello_again()  # the server's count of rounds may be another one than ours
+        if isinstance(end.error, DeadlineExceeded) and not self._session.answers():
+            raise ServerUnreachable(f"{end.error}; {self._session.address} is silent") from end.error
         raise end.error
 
     def _take_back_uncertain(self) -> None:
         """Take back what the server may take for published, and let nobody read it meanwhile."""
-        self._resources.hide()
         self._holding.published = True
         self._holding.now_draining()
         with contextlib.suppress(TensorHubError):
             self._drain.begin()
+        self._resources.hide()
 
     def _key_of(self, version: int | None) -> VersionKey | None:
         if version is None:

@@ -1,0 +1,200 @@
+"""A process that does what a test tells it: workers by handle, one JSON command a line, each on a thread of its own.
+
+`Actor` is the test's side. The process ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+
+
+class RemoteError(Exception):
+    """The command raised this in the actor: `kind` is the type's name."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+
+
+class Actor:
+    """A started actor; use as a context manager."""
+
+    def __init__(self) -> None:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))), "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.processes.client.actor"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env=env,
+        )
+        self._next = 0
+        self._open: dict[int, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self.events: queue.Queue[Any] = queue.Queue()
+        """What progress callbacks of the actor report: [handle, done_bytes, total_bytes, source]."""
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            answer = json.loads(line)
+            if "event" in answer:
+                self.events.put(answer["event"])
+                continue
+            with self._lock:
+                future = self._open.pop(answer["id"])
+            if "error" in answer:
+                future.set_exception(RemoteError(*answer["error"]))
+            else:
+                future.set_result(answer["value"])
+        with self._lock:
+            for future in self._open.values():
+                future.set_exception(RemoteError("EOFError", "the actor is gone"))
+            self._open.clear()
+
+    def begin(self, command: str, handle: str = "", **arguments: Any) -> Future[Any]:
+        """Send a command; its result comes into the future."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self._next += 1
+            self._open[self._next] = future
+            line = json.dumps({"id": self._next, "command": command, "handle": handle, "arguments": arguments})
+            assert self._process.stdin is not None
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+        return future
+
+    def do(self, command: str, handle: str = "", timeout_s: float = 60.0, **arguments: Any) -> Any:
+        """Send a command and wait for its result."""
+        return self.begin(command, handle, **arguments).result(timeout_s)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process."""
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process and wait for its end."""
+        self._process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> Actor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.stdin.close()
+            self._process.wait(20)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(10)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+class _Stage:
+    """The actor's side: workers and their tensors by handle."""
+
+    def __init__(self) -> None:
+        self._out = threading.Lock()
+        self._workers: dict[str, Any] = {}
+        self._tensors: dict[str, Any] = {}
+
+    def say(self, message: dict[str, Any]) -> None:
+        with self._out:
+            sys.stdout.write(json.dumps(message) + "\n")
+            sys.stdout.flush()
+
+    def run(self, line: str) -> None:
+        order = json.loads(line)
+        try:
+            value = getattr(self, f"do_{order['command']}")(order["handle"], **order["arguments"])
+        except Exception as error:
+            self.say({"id": order["id"], "error": [type(error).__name__, str(error)]})
+        else:
+            self.say({"id": order["id"], "value": value})
+
+    def do_connect(self, handle: str, **arguments: Any) -> str:
+        from tensorhub_core import connect
+
+        self._workers[handle] = connect(**arguments)
+        return str(self._workers[handle].replica)
+
+    def do_register(self, handle: str, sample: str, seed: int = 0, blank: bool = False, **more: Any) -> None:
+        from tests.processes.client import samples
+
+        tensors = samples.make(sample, seed, **more)
+        self._tensors[handle] = samples.blank(tensors) if blank else tensors
+        self._workers[handle].register(self._tensors[handle])
+
+    def do_call(self, handle: str, method: str, report: bool = False, **arguments: Any) -> Any:
+        if report:
+            arguments["progress"] = lambda *figures: self.say({"event": [handle, *figures]})
+        value = getattr(self._workers[handle], method)(**arguments)
+        if isinstance(value, list):
+            return [dataclasses.asdict(entry) for entry in value]
+        return value if value is None else int(value)
+
+    def do_version(self, handle: str) -> int | None:
+        version = self._workers[handle].version
+        return None if version is None else int(version)
+
+    def do_counters(self, handle: str) -> dict[str, int]:
+        return dataclasses.asdict(self._workers[handle].counters)
+
+    def do_digest(self, handle: str) -> str:
+        from tests.processes.client import samples
+
+        return samples.digest(self._tensors[handle])
+
+    def do_flip(self, handle: str, name: str) -> None:
+        """Change one bit in the middle of a tensor."""
+        import torch
+
+        flat = self._tensors[handle][name].reshape(-1).view(torch.uint8)
+        flat[len(flat) // 2] ^= 1
+
+    def do_fill(self, handle: str, value: int) -> None:
+        """Overwrite every byte."""
+        import torch
+
+        for tensor in self._tensors[handle].values():
+            tensor.reshape(-1).view(torch.uint8).fill_(value)
+
+    def do_close(self, handle: str) -> None:
+        self._workers.pop(handle).close()
+
+    def do_threads(self, handle: str) -> int:
+        return threading.active_count()
+
+
+def main() -> None:
+    """Serve commands until the input ends."""
+    import torch
+
+    torch.set_num_threads(1)
+    stage = _Stage()
+    for line in sys.stdin:
+        threading.Thread(target=stage.run, args=(line,), daemon=True).start()
+    for worker in list(stage._workers.values()):
+        worker.close()
+
+
+if __name__ == "__main__":
+    main()
