@@ -159,6 +159,10 @@ def _run(command: list[str], what: str) -> str:
     return done.stdout.strip()
 
 
+def _make_venv(base: Path, folder: Path, *options: str) -> None:
+    _run([str(base), "-m", "venv", *options, str(folder)], "python -m venv failed")
+
+
 def _site_packages(python: Path) -> Path:
     return Path(_run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], "find packages"))
 
@@ -193,7 +197,7 @@ def make_core() -> None:
             shutil.rmtree(folder, ignore_errors=True)
             _require_space(ROOT, 3 << 30, "the core environment")
             log.unlink(missing_ok=True)
-            _run([str(base), "-m", "venv", str(folder)], "python -m venv failed")
+            _make_venv(base, folder)
             _install_lock(python, lock, log)
             mark_ready(packages, packages_key)
         _install_editable(python, python, projects, log)
@@ -228,7 +232,7 @@ def make_engine(engine: Engine) -> None:
         if is_ready(folder, key):
             return
         shutil.rmtree(folder, ignore_errors=True)
-        _run([str(cached / "bin" / "python"), "-m", "venv", "--without-pip", str(folder)], "python -m venv failed")
+        _make_venv(cached / "bin" / "python", folder, "--without-pip")
         python = folder / "bin" / "python"
         link = _site_packages(python) / "tensorhub_cached_packages.pth"
         link.write_text(f"{_site_packages(cached / 'bin' / 'python')}\n", encoding="utf-8")
@@ -258,7 +262,7 @@ def _make_cached(engine: Engine) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         log = folder.with_suffix(".log")
         log.unlink(missing_ok=True)
-        _run([str(base), "-m", "venv", str(folder)], "python -m venv failed")
+        _make_venv(base, folder)
         python = folder / "bin" / "python"
         _install_lock(python, lock, log)
         for stub in stubs:

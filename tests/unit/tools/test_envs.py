@@ -60,6 +60,8 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> envs.Engine:
     (tmp_path / "tools" / "locks" / "toy.txt").write_text("torch==1.0\n")
     monkeypatch.setattr(envs, "TOOLS", tmp_path / "tools")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_venv = envs._make_venv
+    monkeypatch.setattr(envs, "_make_venv", lambda base, folder: make_venv(base, folder, "--without-pip"))
     return envs.Engine("toy", check="import sys", needed_bytes=0, pythons=(HERE,))
 
 
