@@ -1,0 +1,92 @@
+"""Decide how much to ask of one source at a time, and when it has stalled; pure, time is an argument.
+
+What is in flight is kept to what the source delivers in a fraction of the stall timeout. So a slow but living source is
+not taken for a dead one because too much was asked of it at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_FIRST_BYTES = 1 << 20
+_LEAST_BYTES = 256 << 10
+_QUICK_SHARE = 0.05
+_LONG_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowSettings:
+    """Bounds of a flow: `window` batches of up to `chunk_bytes` in flight; a source is left that moves nothing for
+    `stall_timeout_s`, or less than `min_bytes_per_s` over that time."""
+
+    chunk_bytes: int = 4 << 20
+    window: int = 8
+    stall_timeout_s: float = 5.0
+    min_bytes_per_s: float = 64 << 10
+
+
+class Flow:
+    """What one source has in flight and how it delivers."""
+
+    def __init__(self, settings: FlowSettings) -> None:
+        self._settings = settings
+        self._most_bytes = settings.chunk_bytes * settings.window
+        self._budget_bytes = min(_FIRST_BYTES, self._most_bytes)
+        self._count = 0
+        self._bytes = 0
+        self._progress_s = 0.0
+        self._since_s = 0.0
+        self._since_bytes = 0
+        self.delivered = False
+
+    def room_bytes(self) -> int:
+        """Return how many bytes the next batch may have; 0 = wait for one to end."""
+        if self._count >= self._settings.window:
+            return 0
+        size = min(self._settings.chunk_bytes, max(_LEAST_BYTES, self._budget_bytes // 2))
+        return size if self._count == 0 or self._bytes + size <= self._budget_bytes else 0
+
+    def posted(self, length_bytes: int, now: float) -> None:
+        """Count a batch that was posted."""
+        if self._count == 0:
+            self._restart(now)
+        self._count += 1
+        self._bytes += length_bytes
+
+    def ended(self, length_bytes: int, posted_s: float, now: float) -> None:
+        """Count a batch that is done, and learn from how long it took."""
+        self._count -= 1
+        self._bytes -= length_bytes
+        self._progress_s = now
+        self._since_bytes += length_bytes
+        self.delivered = True
+        took_s = now - posted_s
+        if took_s < _QUICK_SHARE * self._settings.stall_timeout_s:
+            self._budget_bytes = min(self._most_bytes, 2 * self._budget_bytes)
+        elif took_s > _LONG_SHARE * self._settings.stall_timeout_s:
+            self._budget_bytes = max(_LEAST_BYTES, self._budget_bytes // 2)
+
+    def paused(self, now: float) -> None:
+        """Forget the time until now: this process did not run, so the source is not to blame."""
+        if self._count:
+            self._restart(now)
+
+    def stalled(self, now: float) -> str:
+        """Return why the source counts as stalled, or an empty text."""
+        if not self._count:
+            return ""
+        timeout_s = self._settings.stall_timeout_s
+        if now - self._progress_s >= timeout_s:
+            return f"nothing arrived for {now - self._progress_s:.1f} s while {self._bytes:,} bytes were asked for"
+        spent_s = now - self._since_s
+        if spent_s < timeout_s:
+            return ""
+        rate = self._since_bytes / spent_s
+        self._since_s, self._since_bytes = now, 0
+        if rate < self._settings.min_bytes_per_s:
+            return f"{rate:,.0f} bytes/s over {spent_s:.1f} s, below {self._settings.min_bytes_per_s:,.0f}"
+        return ""
+
+    def _restart(self, now: float) -> None:
+        self._progress_s = self._since_s = now
+        self._since_bytes = 0

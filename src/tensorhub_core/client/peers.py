@@ -1,0 +1,55 @@
+"""Keep peers attached from job to job, known by the digest of their description."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import xxhash
+
+from tensorhub_core.errors import TransportError
+from tensorhub_core.transport.base import PeerId, Transport
+
+MOST_IDLE_PEERS = 64
+
+
+@dataclass(slots=True)
+class AttachedPeer:
+    """A peer; `proven` once a read from it was done."""
+
+    peer: PeerId
+    proven: bool = False
+
+
+class Peers:
+    """The peers that the reading side is attached to; between jobs at most 64, the ones used last."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._attached: OrderedDict[bytes, AttachedPeer] = OrderedDict()
+
+    def attach(self, description: bytes) -> AttachedPeer:
+        """Return the peer of a description; raises TransportError if it cannot be attached."""
+        key = xxhash.xxh3_128_digest(description)
+        if key not in self._attached:
+            self._attached[key] = AttachedPeer(self._transport.attach(description))
+        self._attached.move_to_end(key)
+        return self._attached[key]
+
+    def trim(self) -> None:
+        """Detach those not used for longest; no read may be in flight."""
+        while len(self._attached) > MOST_IDLE_PEERS:
+            _, oldest = self._attached.popitem(last=False)
+            self._transport.detach(oldest.peer)
+
+    def drop(self, description: bytes) -> None:
+        """Detach a peer that failed, so that it is attached anew next time."""
+        found = self._attached.pop(xxhash.xxh3_128_digest(description), None)
+        if found is not None:
+            with contextlib.suppress(TransportError):
+                self._transport.detach(found.peer)
+
+    def forget_all(self) -> None:
+        """Forget all peers: a fence has detached them."""
+        self._attached.clear()

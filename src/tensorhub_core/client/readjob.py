@@ -1,0 +1,114 @@
+"""What a running read job shares between the executor thread, the verifier and the worker: orders, results, the end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorhub_core.client.reading import Destination, ReadObserver, ReadOutcome, SourceAccess
+from tensorhub_core.client.transfers import Schedule
+from tensorhub_core.client.verifier import Checked, Checker
+from tensorhub_core.layout.read_plan import ReadPlan
+
+
+class ReadJob:
+    """One read job; also the `ReadHandle` that the worker steers it by."""
+
+    def __init__(
+        self,
+        plan: ReadPlan,
+        sources: Sequence[SourceAccess],
+        destination: Destination,
+        verified: NDArray[np.bool_],
+        observer: ReadObserver,
+        schedule: Schedule,
+        checker: Checker,
+    ) -> None:
+        self.plan = plan
+        self.sources = tuple(sources)
+        self.destination = destination
+        self.verified = verified
+        self.observer = observer
+        self.schedule = schedule
+        self.checker = checker
+        self.cancelled = False
+        self.changed = threading.Condition()
+        """Notified whenever an order or a result comes in; guards everything below."""
+        self._allowed = [source.prefix for source in sources]
+        self._lost: dict[int, str] = {}
+        self._checked: list[Checked] = []
+        self._outcome: ReadOutcome | None = None
+        self._error: Exception | None = None
+
+    def advance(self, lease: str, prefix: int) -> None:
+        """Allow reading up to `prefix` segments of the source; never takes leave back."""
+        with self.changed:
+            for number, source in enumerate(self.sources):
+                if source.lease == lease:
+                    self._allowed[number] = max(self._allowed[number], prefix)
+            self.changed.notify_all()
+
+    def fail(self, lease: str, reason: str) -> None:
+        """Stop reading a source that the server says is lost."""
+        with self.changed:
+            for number, source in enumerate(self.sources):
+                if source.lease == lease:
+                    self._lost.setdefault(number, reason)
+            self.changed.notify_all()
+
+    def cancel(self) -> None:
+        """Stop the job as soon as possible."""
+        with self.changed:
+            self.cancelled = True
+            self.changed.notify_all()
+
+    def wait(self, timeout_s: float) -> ReadOutcome | None:
+        """Return the outcome, or None if the job still runs after `timeout_s`.
+
+        Raises what broke the job if that was neither a source nor the worker: the destination is then no safer than
+        the error says.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: self._outcome is not None or self._error is not None, timeout_s)
+            if self._error is not None:
+                raise self._error
+            return self._outcome
+
+    # What follows is for the executor thread, but for `deliver`, which the verifier calls.
+
+    def allowed(self, source: int) -> int:
+        """Return how many segments of a source may be read now."""
+        with self.changed:
+            return self._allowed[source]
+
+    def lost(self) -> tuple[int, str] | None:
+        """Return a source that `fail` named, and why."""
+        with self.changed:
+            return next(iter(self._lost.items()), None)
+
+    def deliver(self, checked: Checked) -> None:
+        """Hand over what the verifier found."""
+        with self.changed:
+            self._checked.append(checked)
+            self.changed.notify_all()
+
+    def take_checked(self) -> list[Checked]:
+        """Return what the verifier has found since the last call."""
+        with self.changed:
+            checked, self._checked = self._checked, []
+            return checked
+
+    def idle(self, timeout_s: float) -> None:
+        """Wait for an order or a result, but no longer than `timeout_s`."""
+        with self.changed:
+            if not self._checked and not self.cancelled and not self._lost:
+                self.changed.wait(timeout_s)
+
+    def finish(self, outcome: ReadOutcome | None, error: Exception | None = None) -> None:
+        """Deliver the end."""
+        with self.changed:
+            self._outcome, self._error = outcome, error
+            self.changed.notify_all()

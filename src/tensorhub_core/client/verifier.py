@@ -1,0 +1,148 @@
+"""Check the bytes of reads against their source's checksums, and copy staged ones to where they belong.
+
+A thread of its own does it, beside the one that moves bytes: hashing gives up the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from tensorhub_core.client.reading import Destination, SourceAccess
+from tensorhub_core.client.transfers import Schedule
+from tensorhub_core.errors import TransportError
+from tensorhub_core.layout.dtypes import dtype_bytes
+from tensorhub_core.layout.read_plan import ReadPlan
+from tensorhub_core.layout.scatter import scatter_bytes
+from tensorhub_core.layout.segments import segment_box
+
+ChecksumDevice = Callable[[str, int, int], int]
+"""Return the xxh3_64 of device memory: (device, address, length_bytes) -> checksum. Called on the verifying thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """Reads `begin..end` of the schedule that have arrived; `slot` u8 [slot bytes] holds them if they are staged."""
+
+    begin: int
+    end: int
+    slot: NDArray[np.uint8] | None = None
+    slot_number: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What came of `landed`: `right` bool [reads] says which match their checksums and are in place."""
+
+    landed: Landed
+    right: NDArray[np.bool_]
+    error: Exception | None = None
+
+
+class Checker:
+    """Check and place the reads of one job."""
+
+    def __init__(
+        self,
+        plan: ReadPlan,
+        schedule: Schedule,
+        sources: Sequence[SourceAccess],
+        destination: Destination,
+        checksum_device: ChecksumDevice | None,
+    ) -> None:
+        """Prepare; raises TransportError if device memory would have to be checked and nothing can."""
+        self._plan = plan
+        self._schedule = schedule
+        self._sources = sources
+        self._destination = destination
+        self._checksum_device = checksum_device
+        self._views = [None if buffer is None else buffer.data for buffer in destination.buffers]
+        self._expected: NDArray[np.uint64] = np.zeros(len(schedule), np.uint64)
+        for number, source in enumerate(sources):
+            mine = schedule.source == number
+            self._expected[mine] = source.sums[schedule.segment[mine]]
+        self._refuse_device_memory()
+
+    def check(self, landed: Landed) -> Checked:
+        """Compare checksums, and scatter what is staged and right."""
+        schedule, plan = self._schedule, self._plan
+        right = np.zeros(landed.end - landed.begin, np.bool_)
+        expected = self._expected[landed.begin : landed.end].tolist()
+        lengths = schedule.length_bytes[landed.begin : landed.end].tolist()
+        reads = schedule.read[landed.begin : landed.end]
+        if landed.slot is not None:
+            for at, (want, length) in enumerate(zip(expected, lengths, strict=True)):
+                offset = schedule.slot_offset(landed.begin, landed.begin + at)
+                segment = landed.slot[offset : offset + length]
+                right[at] = xxhash.xxh3_64_intdigest(segment.data) == want
+                if right[at]:
+                    self._scatter(int(reads[at]), segment)
+            return Checked(landed, right)
+        runs = zip(plan.storage[reads].tolist(), plan.offset_bytes[reads].tolist(), lengths, strict=True)
+        right[:] = [self._digest(*run) == want for run, want in zip(runs, expected, strict=True)]
+        return Checked(landed, right)
+
+    def _digest(self, storage: int, offset: int, length: int) -> int:
+        view = self._views[storage]
+        if view is not None:
+            return xxhash.xxh3_64_intdigest(view[offset : offset + length])
+        assert self._checksum_device is not None
+        address = int(self._destination.addresses[storage]) + offset
+        return self._checksum_device(self._destination.devices[storage], address, length)
+
+    def _scatter(self, read: int, segment: NDArray[np.uint8]) -> None:
+        source = self._sources[self._plan.source[read]]
+        box = segment_box(source.layout, source.table, int(self._plan.segment[read]))
+        layout = self._destination.layout
+        for scatter in self._plan.scatters[read]:
+            spec = layout.tensors[layout.storages[scatter.storage][0]]
+            buffer = self._destination.buffers[scatter.storage]
+            assert buffer is not None
+            scatter_bytes(segment, box.shape, scatter, buffer, spec.shape, dtype_bytes(spec.dtype))
+
+    def _refuse_device_memory(self) -> None:
+        schedule, plan, buffers = self._schedule, self._plan, self._destination.buffers
+        elsewhere = np.array([buffer is None for buffer in buffers], np.bool_)
+        if not elsewhere.any():
+            return
+        direct = schedule.read[~schedule.staged]
+        if self._checksum_device is None and elsewhere[plan.storage[direct]].any():
+            raise TransportError("memory that is not the CPU's can only be filled with a checksum_device to verify it")
+        for read in schedule.read[schedule.staged].tolist():
+            if any(elsewhere[scatter.storage] for scatter in plan.scatters[read]):
+                raise TransportError("memory that is not the CPU's can only be filled from an equal layout")
+
+
+class Verifier:
+    """One thread that checks what has landed, in order; results go to `deliver`, on that thread."""
+
+    def __init__(self, most_waiting: int) -> None:
+        """Start the thread; at most `most_waiting` items wait for it."""
+        self._waiting: queue.Queue[tuple[Checker, Landed, Callable[[Checked], None]] | None] = queue.Queue(most_waiting)
+        self._thread = threading.Thread(target=self._run, name="tensorhub-verifier", daemon=True)
+        self._thread.start()
+
+    def submit(self, checker: Checker, landed: Landed, deliver: Callable[[Checked], None]) -> None:
+        """Check in turn; waits while too many are waiting."""
+        self._waiting.put((checker, landed, deliver))
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread after what waits for it."""
+        self._waiting.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            checker, landed, deliver = item
+            try:
+                checked = checker.check(landed)
+            except Exception as error:  # goes to the job, which ends with it
+                checked = Checked(landed, np.zeros(landed.end - landed.begin, np.bool_), error)
+            deliver(checked)
+            del item, checker, landed, deliver, checked  # or the last job's memory would live until the next one
