@@ -135,15 +135,14 @@ class Children:
         self._watcher.wait()
 
     def _stop(self, children: list[Child], timeout_s: float) -> None:
+        children = [child for child in children if child in self._running]
+        for number, patience_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, _STOP_S)):
+            for child in children:
+                child.send(number)
+            deadline = time.monotonic() + patience_s
+            while any(child.alive() for child in children) and time.monotonic() < deadline:
+                time.sleep(_LOOK_EVERY_S)
         for child in children:
-            child.send(signal.SIGTERM)
-        deadline = time.monotonic() + timeout_s
-        while any(child.alive() for child in children) and time.monotonic() < deadline:
-            time.sleep(_LOOK_EVERY_S)
-        for child in children:
-            child.send(signal.SIGKILL)
-            with contextlib.suppress(DemoError):
-                child.wait(_STOP_S)
             self._tell(f"-{child.group}")
             self._running.remove(child)
 

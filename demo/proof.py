@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -122,4 +123,5 @@ def same_answers(engine: str, ours: Sequence[Greedy], fresh: Sequence[Greedy]) -
 def _pairs(mine: Greedy, right: Greedy) -> list[tuple[float, float]]:
     if not len(mine.logprobs) == len(right.logprobs) == len(mine.token_ids):
         return [(float("inf"), 0.0)]
-    return list(zip(mine.logprobs, right.logprobs, strict=True))
+    pairs = list(zip(mine.logprobs, right.logprobs, strict=True))
+    return [(float("inf"), 0.0)] if any(math.isnan(number) for pair in pairs for number in pair) else pairs
