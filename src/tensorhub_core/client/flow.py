@@ -35,9 +35,10 @@ class Flow:
         self._count = 0
         self._bytes = 0
         self._progress_s = 0.0
+        self._idle_s: float | None = None
+        """When the last batch ended, while nothing is in flight; None before the first."""
         self._since_s = 0.0
         self._since_bytes = 0
-        self.delivered = False
 
     def room_bytes(self) -> int:
         """Return how many bytes the next batch may have; 0 = wait for one to end."""
@@ -49,7 +50,9 @@ class Flow:
     def posted(self, length_bytes: int, now: float) -> None:
         """Count a batch that was posted."""
         if self._count == 0:
-            self._restart(now)
+            # Time in which nothing was asked for does not count.
+            self._since_s = now if self._idle_s is None else self._since_s + now - self._idle_s
+            self._progress_s = now
         self._count += 1
         self._bytes += length_bytes
 
@@ -59,7 +62,7 @@ class Flow:
         self._bytes -= length_bytes
         self._progress_s = now
         self._since_bytes += length_bytes
-        self.delivered = True
+        self._idle_s = now
         took_s = now - posted_s
         if took_s < _QUICK_SHARE * self._settings.stall_timeout_s:
             self._budget_bytes = min(self._most_bytes, 2 * self._budget_bytes)
@@ -68,8 +71,9 @@ class Flow:
 
     def paused(self, now: float) -> None:
         """Forget the time until now: this process did not run, so the source is not to blame."""
-        if self._count:
-            self._restart(now)
+        self._progress_s = self._since_s = now
+        self._idle_s = None if self._idle_s is None else now
+        self._since_bytes = 0
 
     def stalled(self, now: float) -> str:
         """Return why the source counts as stalled, or an empty text."""
@@ -86,7 +90,3 @@ class Flow:
         if rate < self._settings.min_bytes_per_s:
             return f"{rate:,.0f} bytes/s over {spent_s:.1f} s, below {self._settings.min_bytes_per_s:,.0f}"
         return ""
-
-    def _restart(self, now: float) -> None:
-        self._progress_s = self._since_s = now
-        self._since_bytes = 0
