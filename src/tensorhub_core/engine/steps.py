@@ -88,6 +88,7 @@ class Resume:
 
 Step = Look | Pause | Update | Process | ResetCaches | Publish | SetVersion | Resume
 Steps = Generator[Step, Any, T]
+S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ class SwapOutcome:
         return not self.code
 
 
-def drive(steps: Steps[T], perform: Callable[[Step], Any]) -> T:
+def drive(steps: Generator[S, Any, T], perform: Callable[[S], Any]) -> T:
     """Run a transaction with a synchronous adapter: `perform` carries out one step and returns its answer."""
     try:
         step = next(steps)
@@ -178,7 +179,7 @@ def drive(steps: Steps[T], perform: Callable[[Step], Any]) -> T:
         return end.value  # type: ignore[no-any-return]
 
 
-async def drive_async(steps: Steps[T], perform: Callable[[Step], Awaitable[Any]]) -> T:
+async def drive_async(steps: Generator[S, Any, T], perform: Callable[[S], Awaitable[Any]]) -> T:
     """Run a transaction with an asynchronous adapter."""
     try:
         step = next(steps)

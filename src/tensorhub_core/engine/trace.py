@@ -8,7 +8,7 @@ construction: fusing, sharding, padding and replication are the engine's own ari
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class Trace:
     `tensors`: physical name -> view of the engine's memory; `boxes`: the same names -> boxes in logical coordinates.
     `padding`: views to fill with a constant, once. `untouched`: parameters that get nothing from the source.
     `obstacles`: why loading cannot be expressed in boxes (empty = it can). `differences`: why the source does not fit
-    this engine at all. `loaded`: what `load_weights` returned.
+    this engine, dtypes included. `loaded`: what `load_weights` returned.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -51,10 +51,12 @@ def trace(load: LoadWeights, parameters: Mapping[str, torch.Tensor], sources: Se
     thread, with the engine's own context (distributed groups, current config) set.
     """
     recorder, loaded, error = _record(load, parameters, sources)
+    if error is not None and not _needs_data(error):
+        dtypes = dict(recorder.dtypes)
+        shapes = list(_culprits(load, parameters, sources, error, dtypes))
+        return Trace(differences=(*shapes, *dtypes.values()))
     if error is not None:
-        if _needs_data(error):
-            return Trace(obstacles=(_told(error),))
-        return Trace(differences=tuple(_culprits(load, parameters, sources, error)))
+        return Trace(obstacles=(_told(error),), differences=tuple(recorder.dtypes.values()))
     result = Trace(loaded=loaded)
     obstacles = list(recorder.obstacles)
     untouched = []
@@ -69,8 +71,11 @@ def trace(load: LoadWeights, parameters: Mapping[str, torch.Tensor], sources: Se
             result.boxes[part.name] = part.boxes
         for start, shape, value in found.padding:
             result.padding.append((_slice(target.tensor, start, shape), value))
-    return Trace(
-        result.tensors, result.boxes, result.padding, tuple(untouched), tuple(dict.fromkeys(obstacles)), (), loaded
+    return replace(
+        result,
+        untouched=tuple(untouched),
+        obstacles=tuple(dict.fromkeys(obstacles)),
+        differences=tuple(recorder.dtypes.values()),
     )
 
 
@@ -103,9 +108,16 @@ def _told(error: Exception) -> str:
 
 
 def _culprits(
-    load: LoadWeights, parameters: Mapping[str, torch.Tensor], sources: Sequence[LogicalTensor], error: Exception
+    load: LoadWeights,
+    parameters: Mapping[str, torch.Tensor],
+    sources: Sequence[LogicalTensor],
+    error: Exception,
+    dtypes: dict[str, str],
 ) -> Iterable[str]:
-    """Halve the sources until each tensor that makes loading fail stands alone; yield one line for each."""
+    """Halve the sources until each tensor that makes loading fail stands alone; yield one line for each.
+
+    Differences in dtype that are seen on the way are added to `dtypes`.
+    """
     if len(sources) == 1:
         (source,) = sources
         yield f"{source.name} {source.dtype}{list(source.shape)}: {_told(error)}"
@@ -113,10 +125,11 @@ def _culprits(
     middle = len(sources) // 2
     alone = True
     for half in (sources[:middle], sources[middle:]):
-        _, _, caught = _record(load, parameters, half)
+        recorder, _, caught = _record(load, parameters, half)
+        dtypes.update(recorder.dtypes)
         if caught is not None:
             alone = False
-            yield from _culprits(load, parameters, half, caught)
+            yield from _culprits(load, parameters, half, caught, dtypes)
     if alone:
         yield _told(error)
 
@@ -149,6 +162,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.targets: dict[str, _Target] = {}
         self.obstacles: list[str] = []
+        self.dtypes: dict[str, str] = {}
         self._by_storage: dict[int, list[str]] = {}
         self._saved = {name: parameter.data for name, parameter in parameters.items()}
         for name, tensor in self._saved.items():
@@ -236,6 +250,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             for logical, piece in self._resolve(_storage(source), _strided(source), target.base, _strided(dest)):
                 target.entries.append(Entry(logical, piece, self._order))
+                dtype = str(dest.dtype).removeprefix("torch.")
+                if logical.dtype != dtype:
+                    self.dtypes[logical.name] = (
+                        f"dtype of {logical.name!r}: the engine has {dtype}, the version has {logical.dtype}"
+                    )
         except NotABox as reason:
             self.obstacles.append(f"{names[0]}: {reason}")
 

@@ -1,0 +1,198 @@
+"""Everything the adapter knows about one release of vLLM: what to call, what to patch, what cannot work.
+
+Written against vLLM 0.32. Each function says what it relies on, so that a new release is checked from top to bottom.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+
+from tensorhub_core.errors import ConfigError
+
+WRITTEN_FOR = "0.32"
+_PLUGIN_GROUPS = (
+    "vllm.general_plugins",
+    "vllm.platform_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.stat_logger_plugins",
+)
+_NATIVE_RPCS = ("start_weight_update", "update_weights", "finish_weight_update")
+
+
+def vllm_version() -> str:
+    """Return vLLM's version; the CPU build reports itself under another distribution's name."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def check_supported(vllm_config: Any) -> None:
+    """Refuse, before anything is loaded, what would be wrong or unsafe; raises ConfigError listing all of it."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    problems = []
+    if model.quantization is not None:
+        problems.append(f"quantization={model.quantization}: not supported by this release")
+    if parallel.data_parallel_size > 1:
+        problems.append("data_parallel_size > 1: start one engine per replica instead")
+    if getattr(parallel, "enable_eplb", False):
+        problems.append("enable_eplb: experts that move between ranks cannot be described")
+    if getattr(model, "enable_sleep_mode", False):
+        problems.append("enable_sleep_mode: memory that others may read must not be released")
+    if problems:
+        raise ConfigError("--weight-source tensorhub does not work with:\n- " + "\n- ".join(problems))
+
+
+def config_key(vllm_config: Any) -> str:
+    """Return a name that two engines share only if their ranks' memory is laid out alike."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    hf = {key: value for key, value in model.hf_config.to_dict().items() if key not in ("_name_or_path", "torch_dtype")}
+    facts = {
+        "vllm": vllm_version(),
+        "hf": hf,
+        "dtype": str(model.dtype),
+        "tp": parallel.tensor_parallel_size,
+        "pp": parallel.pipeline_parallel_size,
+        "ep": parallel.enable_expert_parallel,
+        "quantization": model.quantization,
+        "device": str(vllm_config.device_config.device_type),
+    }
+    return "vllm:" + hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def rank_and_count() -> tuple[int, int]:
+    """Return this process's shard index and the engine's number of shards."""
+    from vllm.distributed import get_pp_group, get_tp_group
+
+    tp, pp = get_tp_group(), get_pp_group()
+    return pp.rank_in_group * tp.world_size + tp.rank_in_group, tp.world_size * pp.world_size
+
+
+def from_first_rank(value: Any) -> Any:
+    """Return rank 0's value on every rank of the engine."""
+    from vllm.distributed import get_world_group
+
+    group = get_world_group()
+    return group.broadcast_object(value, src=0) if group.world_size > 1 else value
+
+
+def process(model: torch.nn.Module, vllm_config: Any, model_config: Any, device: torch.device) -> None:
+    """Run vLLM's own post-load processing on parameters that are in their loaded form."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    if device.type == "cpu":
+        _forget_moe_kernels(model)
+    with set_current_vllm_config(vllm_config), set_default_torch_dtype(model_config.dtype), torch.no_grad():
+        process_weights_after_loading(model, model_config, device)
+
+
+def _forget_moe_kernels(model: torch.nn.Module) -> None:
+    """Let CPU experts be packed anew: with a kernel in place, `_setup_kernel` would only copy into what is there."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None  # type: ignore[union-attr]
+
+
+def allow_plugin(name: str) -> None:
+    """Make vLLM load our HTTP routes: only those named in VLLM_PLUGINS are, and naming one hides all other plugins."""
+    named = os.environ.get("VLLM_PLUGINS")
+    if named is None:
+        others = {entry.name for group in _PLUGIN_GROUPS for entry in entry_points(group=group)}
+        os.environ["VLLM_PLUGINS"] = ",".join(sorted(others | {name}))
+    elif name not in named.split(","):
+        os.environ["VLLM_PLUGINS"] = f"{named},{name}" if named else name
+
+
+def add_cli_arguments(add: Callable[[argparse.ArgumentParser], None]) -> None:
+    """Have `add` called for every parser of engine arguments; calling again for the same process changes nothing."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = EngineArgs.__dict__["add_cli_args"].__func__
+    if getattr(original, "_tensorhub", False):
+        return
+
+    @functools.wraps(original)
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = original(parser)
+        add(parser)
+        return parser
+
+    add_cli_args._tensorhub = True  # type: ignore[attr-defined]
+    EngineArgs.add_cli_args = staticmethod(add_cli_args)
+
+
+def guard_native_rpcs(is_ours: Callable[[Any], bool]) -> None:
+    """Make a failure of vLLM's weight-transfer calls safe for engines of several ranks, for our backend only.
+
+    vLLM's executor stops reading replies at the first rank that fails, and every later call then gets the replies of
+    the one before. So all ranks agree on whether a call failed, forget the session alike, and only the last rank, whose
+    reply is read last, raises.
+    """
+    from vllm.v1.worker.gpu_worker import Worker
+
+    for name in _NATIVE_RPCS:
+        original = getattr(Worker, name)
+        if not getattr(original, "_tensorhub", False):
+            setattr(Worker, name, _guarded(original, is_ours))
+
+
+def _guarded(original: Callable[..., None], is_ours: Callable[[Any], bool]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def call(worker: Any, *args: Any, **kwargs: Any) -> None:
+        engine = worker.weight_transfer_engine
+        if not is_ours(engine):
+            return original(worker, *args, **kwargs)
+        error: Exception | None = None
+        try:
+            original(worker, *args, **kwargs)
+        except Exception as caught:
+            error = caught
+        errors = _from_all_ranks("" if error is None else str(error) or type(error).__name__)
+        if not any(errors):
+            return None
+        worker._weight_update_active = False
+        engine.reset_weight_update_target()
+        if len(errors) == 1 and error is not None:
+            raise error
+        if worker.rank == len(errors) - 1:
+            told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
+            raise RuntimeError(told) from error
+        return None
+
+    call._tensorhub = True  # type: ignore[attr-defined]
+    return call
+
+
+def _from_all_ranks(text: str) -> list[str]:
+    from vllm.distributed import get_world_group
+
+    group = get_world_group()
+    if group.world_size == 1:
+        return [text]
+    texts: list[str] = [""] * group.world_size
+    torch.distributed.all_gather_object(texts, text, group=group.cpu_group)
+    return texts
+
+
+@contextlib.contextmanager
+def new_model(loader: Any, vllm_config: Any, model_config: Any, prefix: str) -> Iterator[tuple[Any, torch.device]]:
+    """Create the model without weights and yield it with its device, in the context that loading needs."""
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    device = torch.device(loader.load_config.device or vllm_config.device_config.device)
+    with set_default_torch_dtype(model_config.dtype):
+        with device:
+            model = loader.create_model(vllm_config, model_config, prefix)
+        yield model, device

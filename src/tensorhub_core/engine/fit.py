@@ -1,0 +1,119 @@
+"""Find out how an engine's memory is filled: by boxes if its own loading is made of copies, else through staging."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from tensorhub_core.client.observer import Held
+from tensorhub_core.engine.logical import LogicalTensor, logical_tensors
+from tensorhub_core.engine.trace import trace
+from tensorhub_core.errors import LayoutMismatch
+from tensorhub_core.layout.types import IDENTITY_TAG, Box, Layout
+
+
+class EngineMemory(Protocol):
+    """One rank's weights as the engine loads them, before its post-load processing."""
+
+    @property
+    def key(self) -> str:
+        """Return a name that two engines share only if their memory is laid out alike."""
+
+    @property
+    def in_place(self) -> bool:
+        """Tell whether processing rewrites the very memory that is filled."""
+
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """Return the tensors that loading fills, by the engine's names."""
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+        """Run the engine's own loading of (logical name, whole tensor) pairs into `parameters()`."""
+
+    def missing(self, untouched: Sequence[str]) -> Sequence[str]:
+        """Name those of `untouched` that have to come from the source."""
+
+    def process(self) -> None:
+        """Make the engine compute with what `parameters()` hold now."""
+
+
+@dataclass
+class Fit:
+    """How one rank's memory is described to the hub.
+
+    `boxes`: physical name -> boxes; None: the bytes are those of engines with the same `tag` only. `staged`: they come
+    through the engine's own loading of `sources`. `note` says so to users.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    boxes: Mapping[str, Sequence[Box]] | None = None
+    padding: Sequence[tuple[torch.Tensor, float]] = ()
+    tag: str = IDENTITY_TAG
+    staged: bool = False
+    note: str = ""
+    sources: Sequence[LogicalTensor] = field(default_factory=list)
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the bytes that are registered; tensors that share memory count once."""
+        shares = {(tensor.data_ptr(), tensor.nbytes) for tensor in self.tensors.values()}
+        return sum(size for _, size in shares)
+
+    def fill_padding(self) -> None:
+        """Write the constants that the engine's own loading writes where no tensor lies."""
+        for view, value in self.padding:
+            view.fill_(value)
+
+
+def fit(memory: EngineMemory, held: Sequence[Held]) -> Fit:
+    """Describe the memory so that it can be filled from one of the replicas that hold a version.
+
+    Raises LayoutMismatch listing all differences if no replica's tensors fit this engine. Loading thread.
+    """
+    mismatch: LayoutMismatch | None = None
+    for layouts in _by_preference(held):
+        try:
+            return fit_logical(memory, logical_tensors(layouts))
+        except LayoutMismatch as error:
+            mismatch = mismatch or error
+    tag = _loaded(memory)
+    if any(row.layout.tag == tag for row in held):
+        return Fit(dict(memory.parameters()), tag=tag, note="filled from engines of the same configuration only")
+    tags = sorted({row.layout.tag for row in held if row.layout.tag})
+    raise mismatch or LayoutMismatch(
+        f"the version is only held in processed forms ({', '.join(tags)}), this engine is {memory.key}", tuple(tags)
+    )
+
+
+def fit_logical(memory: EngineMemory, sources: Sequence[LogicalTensor]) -> Fit:
+    """Describe the memory so that it can be filled from these logical tensors; errors as of `fit`."""
+    traced = trace(memory.load, memory.parameters(), sources)
+    differences = list(traced.differences)
+    if not traced.obstacles:
+        differences += [f"missing: the version has nothing for {name!r}" for name in memory.missing(traced.untouched)]
+    if differences:
+        text = "the version does not fit this engine:\n- " + "\n- ".join(differences)
+        raise LayoutMismatch(text, tuple(differences))
+    if traced.obstacles:
+        note = "loaded through a staging copy: " + "; ".join(traced.obstacles[:3])
+        return Fit(dict(memory.parameters()), tag=_loaded(memory), staged=True, note=note, sources=sources)
+    return Fit(traced.tensors, traced.boxes, traced.padding, sources=sources)
+
+
+def _loaded(memory: EngineMemory) -> str:
+    return f"loaded:{memory.key}"
+
+
+def _by_preference(held: Sequence[Held]) -> list[list[Layout]]:
+    """Return the complete replicas in plain bytes, those with fewer shards first: they name the most tensors."""
+    replicas: dict[str, list[Held]] = {}
+    for row in held:
+        replicas.setdefault(row.replica, []).append(row)
+    whole = [
+        [row.layout for row in rows]
+        for _, rows in sorted(replicas.items())
+        if len(rows) == rows[0].num_shards and all(row.layout.tag == IDENTITY_TAG for row in rows)
+    ]
+    return sorted(whole, key=lambda layouts: (any(spec.boxes for spec in layouts[0].tensors), len(layouts)))

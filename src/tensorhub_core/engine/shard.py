@@ -1,0 +1,205 @@
+"""One rank of an engine: fill its weights from peers, process them, offer them, and say truly what it holds.
+
+What an engine rank does is the same for every engine; the adapter supplies its memory (`EngineMemory`). Every public
+call answers with a `ShardReport`, never with an exception, because engines stop listening to the other ranks at the
+first one that raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tensorhub_core.client.versions import Version
+from tensorhub_core.client.worker import Worker
+from tensorhub_core.engine.fit import EngineMemory, Fit
+from tensorhub_core.engine.staging import Staging
+from tensorhub_core.engine.steps import ShardReport
+from tensorhub_core.errors import StateError, TensorHubError
+
+Log = Callable[[str], None]
+_LOG_EVERY_S = 5.0
+
+
+@dataclass
+class EngineShard:
+    """Hold one rank's worker and its memory. One call at a time, from the thread that the engine runs its model on.
+
+    `fit` says how the memory is described; `staging` fills what boxes cannot describe. `now` returns monotonic seconds.
+    """
+
+    memory: EngineMemory
+    worker: Worker
+    fit: Fit
+    staging: Staging | None
+    shard: int
+    log: Log
+    now: Callable[[], float]
+    _held: Version | None = field(default=None, init=False)
+    _served: int | None = field(default=None, init=False)
+    _offered: bool = field(default=False, init=False)
+    _source: str | None = field(default=None, init=False)
+    _digest: str = field(default="", init=False)
+    _told_s: float = field(default=0.0, init=False)
+
+    def register(self) -> None:
+        """Register the memory as it is before processing; raises RegistrationError, ServerUnreachable."""
+        self.fit.fill_padding()
+        self._register(processed=False)
+
+    def fill(self, version: int | Literal["latest"], timeout_s: float | None) -> None:
+        """Fill the memory for the first time; raises what replicate() raises. Call `process` next."""
+        self._take(version, timeout_s, first=True)
+
+    def bootstrap(self, version: int) -> None:
+        """Offer what the engine loaded by itself as a new version; raises VersionConflict. Call after processing."""
+        if self.memory.in_place:
+            self._register(processed=True)
+        self._held = self.worker.publish(version)
+        self._served, self._offered, self._source = version, True, "disk"
+        self._note_digest()
+
+    def update(self, version: int | Literal["latest"], timeout_s: float | None) -> ShardReport:
+        """Bring the memory to a version together with the engine's other ranks."""
+        try:
+            self._take(version, timeout_s, first=False)
+        except Exception as error:
+            self._recover()
+            return self.report(error)
+        return self.report()
+
+    def process(self) -> ShardReport:
+        """Make the engine compute with what the memory holds."""
+        held = self._held
+        if held is None:
+            return self.report(StateError("the memory is dirty: nothing may be processed"))
+        self._served = None
+        try:
+            self.memory.process()
+        except Exception as error:
+            return self.report(error)
+        self._served = int(held)
+        return self.report()
+
+    def publish(self) -> ShardReport:
+        """Offer the memory if it is not offered yet."""
+        try:
+            self._offer()
+        except Exception as error:
+            return self.report(error)
+        return self.report()
+
+    def report(self, error: Exception | None = None) -> ShardReport:
+        """Say what the memory holds and what the engine computes with."""
+        return ShardReport(
+            shard=self.shard,
+            ok=error is None,
+            version=None if self._held is None else int(self._held),
+            epoch=0 if self._held is None else self._held.epoch,
+            served=self._served,
+            published=self._offered,
+            source=self._source,
+            digest=self._digest if self._held is not None else "",
+            total_bytes=self.fit.total_bytes,
+            code="" if error is None else error.code if isinstance(error, TensorHubError) else "error",
+            message="" if error is None else str(error) or type(error).__name__,
+            note=self.fit.note,
+        )
+
+    def close(self) -> None:
+        """Take the copy back and leave, bounded; idempotent."""
+        self._offered = False
+        self.worker.close()
+
+    # --- how --------------------------------------------------------------------------------------------------------
+
+    def _take(self, version: int | Literal["latest"], timeout_s: float | None, *, first: bool) -> None:
+        if self.fit.staged:
+            self._take_staged(version, timeout_s)
+        elif self.memory.in_place:
+            self._take_in_place(version, timeout_s, first=first)
+        else:
+            call = self.worker.replicate if first else self.worker.update
+            self._took(call(version, timeout_s, self._progress, True), offered=True)
+
+    def _took(self, got: Version, *, offered: bool) -> None:
+        """Note a finished round; the engine computes with the old bytes until they are processed."""
+        if self._held is None or got.key != self._held.key:
+            self._served = None
+            self._offered = offered
+        self._held = got
+        self._note_digest()
+
+    def _take_in_place(self, version: int | Literal["latest"], timeout_s: float | None, *, first: bool) -> None:
+        """Fill memory that processing rewrites: its raw form is never offered to anyone."""
+        if not first:
+            self.worker.unpublish(timeout_s)
+            self._offered = False
+            self._register(processed=False)
+        got = self.worker.replicate(version, timeout_s, self._progress, False)
+        self._held = None
+        self._took(got, offered=False)
+
+    def _take_staged(self, version: int | Literal["latest"], timeout_s: float | None) -> None:
+        """Fill through a copy of the source's tensors and the engine's own loading."""
+        assert self.staging is not None
+        with self.staging.replicate(version, timeout_s, self._progress) as (got, digest, weights):
+            if self._held is not None and got.key == self._held.key:
+                return
+            self.worker.unpublish(timeout_s)
+            self._offered, self._held, self._served = False, None, None
+            self.memory.load(weights)
+        self._held, self._digest = got, digest
+
+    def _recover(self) -> None:
+        """After a failed update, find out what the memory still holds, and offer it again if it is whole."""
+        if self.fit.staged:
+            with contextlib.suppress(TensorHubError):
+                self._offer()
+            return
+        if not self.memory.in_place:
+            self._held = self.worker.version
+        if self._held is None:
+            self._served, self._offered, self._digest = None, False, ""
+            return
+        try:
+            if self.memory.in_place:
+                self._register(processed=True)
+            self.worker.publish(int(self._held))
+            self._offered = True
+        except StateError:
+            if self.memory.in_place:  # registered anew, a worker says only this way that its memory is dirty
+                self._held, self._served = None, None
+            self._offered = False
+        except TensorHubError as error:
+            self._offered = False
+            self.log(f"version {self._held} is still here, but not offered to others: {error}")
+
+    def _offer(self) -> None:
+        if self._offered or self._held is None:
+            return
+        if self.memory.in_place and not self.fit.staged:
+            self._register(processed=True)
+        self.worker.publish(int(self._held), fresh=self.fit.staged)
+        self._offered = True
+        self._note_digest()
+
+    def _register(self, *, processed: bool) -> None:
+        if processed:
+            self.worker.register(self.fit.tensors, tag=f"processed:{self.memory.key}")
+        else:
+            self.worker.register(self.fit.tensors, self.fit.boxes, tag=self.fit.tag)
+
+    def _note_digest(self) -> None:
+        digest = self.worker.digest
+        if digest is not None:
+            self._digest = digest.hex()
+
+    def _progress(self, done_bytes: int, total_bytes: int, source: str) -> None:
+        self._source = source
+        now = self.now()
+        if now - self._told_s >= _LOG_EVERY_S and done_bytes < total_bytes:
+            self._told_s = now
+            self.log(f"{done_bytes / max(1, total_bytes):.0%} of {total_bytes:,} bytes from {source}")
