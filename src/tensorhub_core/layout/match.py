@@ -96,6 +96,9 @@ class _Matcher:
             for logical in dict.fromkeys(logical for wanted in aliases for logical, _ in wanted):
                 if logical not in self._index:
                     self.differences.append(f"missing: the version has no {quote(logical)}")
+            # What the version does have of these tensors may differ as well.
+            for wanted in aliases:
+                self._match_tensor([each for each in wanted if each[0] in self._index])
             return []
         found = [self._match_tensor(wanted) for wanted in known]
         for wanted, pieces in zip(known[1:], found[1:], strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tensorhub_core.errors import LayoutMismatch, RegistrationError
@@ -29,7 +29,7 @@ HOSTILE = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(NAMES, st.lists(st.integers(0, 5), max_size=3).map(tuple), max_size=8), st.randoms())
 def test_order_of_registration_does_not_matter(shapes: dict[str, tuple[int, ...]], chance: random.Random) -> None:
     specs = [TensorSpec(name, "float32", shape) for name, shape in shapes.items()]
@@ -48,7 +48,7 @@ def test_order_of_registration_does_not_matter(shapes: dict[str, tuple[int, ...]
     assert {spec.name: spec.shape for spec in layout.tensors} == shapes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_boxed_layouts_round_trip(data: st.DataObject) -> None:
     model = data.draw(draw_layout.logicals())
@@ -62,7 +62,7 @@ def leaves(node: Any, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
     return [path, *(each for group in inner for each in group)]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_damaged_layouts_are_refused_or_valid(data: st.DataObject) -> None:
     model = data.draw(draw_layout.logicals())
@@ -98,14 +98,14 @@ def test_damaged_layouts_are_refused_or_valid(data: st.DataObject) -> None:
     assert len(segment_table(decoded)) <= 1 << 22
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.binary(max_size=200))
 def test_noise_is_refused(noise: bytes) -> None:
     with pytest.raises(LayoutMismatch):
         decode_layout(noise)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.integers(1, 3).flatmap(
         lambda rank: st.lists(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, note, settings
+from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -27,6 +27,11 @@ def held_points(model: list[draw_layout.Logical], layouts: list[Layout]) -> dict
     return {name: marks[..., 0] == 1 for name, marks in points.items()}
 
 
+def is_plain(layout: Layout) -> bool:
+    """Tell whether a layout has no boxes."""
+    return all(spec.boxes is None for spec in layout.tensors)
+
+
 def check_shape(plan: ReadPlan, sources: list[Layout]) -> None:
     """Check what every plan promises, whatever it moves."""
     keys = list(zip(plan.source.tolist(), plan.segment.tolist(), strict=True))
@@ -39,7 +44,7 @@ def check_shape(plan: ReadPlan, sources: list[Layout]) -> None:
     assert all(index < len(tables[source]) for source, index in keys)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data(), st.integers(0, 2**32 - 1), st.booleans())
 def test_plan_rebuilds_what_slicing_rebuilds(data: st.DataObject, seed: int, with_sums: bool) -> None:
     model = data.draw(draw_layout.logicals())
@@ -66,7 +71,7 @@ def test_plan_rebuilds_what_slicing_rebuilds(data: st.DataObject, seed: int, wit
         assert np.array_equal(count, inside.reshape(-1)), "a byte is not written once, or padding is written"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_plan_is_refused_exactly_where_points_lack(data: st.DataObject) -> None:
     model = data.draw(draw_layout.logicals(most=4))
@@ -93,7 +98,7 @@ def test_plan_is_refused_exactly_where_points_lack(data: st.DataObject) -> None:
     assert all(line in str(caught.value) for line in differences)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data(), st.integers(0, 2**32 - 1))
 def test_two_hops_through_different_layouts_lose_nothing(data: st.DataObject, seed: int) -> None:
     """Trainer -> engine -> trainer: what a destination holds serves as a source of the same bytes."""
@@ -103,7 +108,10 @@ def test_two_hops_through_different_layouts_lose_nothing(data: st.DataObject, se
     middle = data.draw(draw_layout.sources(model, whole=True))
     rng = np.random.default_rng(seed)
     memory = [fill(layout, truth, rng) for layout in first]
-    arrived = [execute(plan_read(layout, first), layout, first, memory)[0] for layout in middle]
+    # Shards of plain layouts take all of what their counterpart has: between them, tensors cannot change places.
+    assume(len(first) != len(middle) or not (all(map(is_plain, first)) and any(map(is_plain, middle))))
+    plans = [plan_read(layout, first) for layout in middle]
+    arrived = [execute(plan, layout, first, memory)[0] for plan, layout in zip(plans, middle, strict=True)]
     last = data.draw(draw_layout.destinations(model))
     plan = plan_read(last, middle)
     buffers, _ = execute(plan, last, middle, arrived)
@@ -111,7 +119,7 @@ def test_two_hops_through_different_layouts_lose_nothing(data: st.DataObject, se
         assert all(map(np.array_equal, buffers, expected(last, truth)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data(), st.integers(0, 2**32 - 1))
 def test_padding_is_never_needed(data: st.DataObject, seed: int) -> None:
     """Whatever the padding of the sources holds, the destination gets the same bytes."""

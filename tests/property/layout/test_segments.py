@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tensorhub_core.layout.canonical import build_layout, dtype_bytes
@@ -19,7 +19,7 @@ SPECS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SPECS, st.integers(16, 300))
 def test_segments_tile_storages_as_boxes_and_as_runs(
     kinds: list[tuple[str, tuple[int, ...]]], segment_bytes: int

@@ -88,6 +88,16 @@ def test_all_differences_are_listed() -> None:
     )
 
 
+def test_all_differences_inside_a_fused_tensor_are_listed() -> None:
+    boxes = [Box(name, (0,), (4,), (4 * n,)) for n, name in enumerate(("dtype", "lost", "short", "zz"))]
+    there = layout(spec("dtype", 4, dtype="int16"), rows("short", 6, 2, 0), spec("zz", 4))
+    assert refused(layout(spec("fused", 16, boxes=boxes)), [there]) == (
+        "missing: the version has no 'lost'",
+        "dtype of 'dtype': registered bfloat16, the version has int16",
+        "gap in 'short': the version does not hold (3,) to (4,)",
+    )
+
+
 def test_thousands_of_differences_keep_the_message_bounded() -> None:
     specs = [spec("x" * 300 + f"{n:05}", 1) for n in range(5000)]
     with pytest.raises(LayoutMismatch, match=r"(?s)5000 differences.*and \d+ more") as caught:

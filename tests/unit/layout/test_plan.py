@@ -102,8 +102,9 @@ def test_replicated_kv_heads_are_read_once_and_from_all_replicas() -> None:
     assert plan.total_bytes <= (16 + 4 + 4) * 4 * 2 * 1.5
 
 
-def test_copies_spread_over_sources_and_repeat_exactly() -> None:
-    specs = [spec(f"norm{n:02}", 8) for n in range(40)]
+@pytest.mark.parametrize("boxed", [False, True])
+def test_copies_spread_over_sources_and_repeat_exactly(boxed: bool) -> None:
+    specs = [rows(f"norm{n:02}", 8, 1, 0) if boxed else spec(f"norm{n:02}", 8) for n in range(40)]
     sources = [layout(*specs, at=(r, 4)) for r in range(4)]
     begin: list[int] = []
     for index in range(2):
