@@ -112,7 +112,8 @@ class ReadProgress:
             return
         self._called_s = now
         try:
-            self._callback(done_bytes, total_bytes, self.replicas.get(lease, ""))
+            first = next(iter(self.replicas.values()), "")
+            self._callback(done_bytes, total_bytes, self.replicas.get(lease, first))
         except BaseException as error:  # the caller's own: it ends the round, not the executor's thread
             self._callback = None
             self._broken(error)

@@ -181,7 +181,7 @@ def check_geometry(views: Mapping[str, View]) -> dict[tuple[object, ...], list[s
     by_device: dict[str, list[str]] = {}
     for names in groups.values():
         view = views[names[0]]
-        if overlaps_itself(view.extent):
+        if not view.extent.contiguous and overlaps_itself(view.extent):
             raise RegistrationError(
                 f"{names[0]!r} overlaps itself (strides {view.extent.strides} bytes, shape {view.extent.shape}), as "
                 "`expand()` makes it: register `contiguous()`"

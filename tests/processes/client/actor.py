@@ -86,6 +86,11 @@ class Actor:
         """Send a signal to the process."""
         os.kill(self._process.pid, number)
 
+    @property
+    def alive(self) -> bool:
+        """Tell whether the process runs."""
+        return self._process.poll() is None
+
     def kill(self) -> None:
         """Kill the process and wait for its end."""
         self._process.kill()
