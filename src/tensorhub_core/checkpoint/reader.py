@@ -178,7 +178,7 @@ def _read(path: Path, chunks: Iterable[NDArray[np.uint8]], size: int, progress: 
         for chunk in chunks:
             filled = 0
             while filled < chunk.nbytes:
-                count = file.readinto(memoryview(chunk)[filled:])
+                count = file.readinto(chunk[filled:].data)
                 if not count:
                     raise ConfigError(f"{path} was cut off while it was read")
                 filled += count

@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from tensorhub_core.errors import TransportError
-from tensorhub_core.transport.base import Batch, PeerId, ReadState, Region, Transport
+from tensorhub_core.transport.base import Batch, PeerId, ReadId, ReadState, Region, Transport
 from tensorhub_core.transport.registry import make_transport
 
 PROBE_BYTES = 128 << 20
@@ -97,13 +97,13 @@ def _read(transport: Transport, offer: _Offer) -> float:
 
 def _pass(transport: Transport, peer: PeerId, memory: NDArray[np.uint8], remote: int, deadline_s: float) -> None:
     starts = list(range(0, memory.nbytes, _CHUNK_BYTES))[::-1]
-    reads = []
+    reads: list[ReadId] = []
     while starts or reads:
         while starts and len(reads) < _WINDOW:
             start = starts.pop()
             length = min(_CHUNK_BYTES, memory.nbytes - start)
-            runs = (np.array([n], np.uint64) for n in (memory.ctypes.data + start, remote + start, length))
-            reads.append(transport.post(peer, Batch(*runs)))
+            local, there, count = np.array([[memory.ctypes.data + start], [remote + start], [length]], np.uint64)
+            reads.append(transport.post(peer, Batch(local, there, count)))
         for read in list(reads):
             progress = transport.poll(read)
             if progress.state is ReadState.FAILED:

@@ -90,9 +90,10 @@ class Running:
 
     def kill(self) -> None:
         """End it at once."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        self.process.communicate()
+        self.process.kill()
+        self.process.wait(TIMEOUT_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from tensorhub_core import connect
-from tensorhub_core.client import Worker
+from tensorhub_core.client.worker import Worker
 from tensorhub_core.layout.types import Box
 from tests.processes.cli.commands import tensorhub
 

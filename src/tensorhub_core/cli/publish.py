@@ -1,0 +1,80 @@
+"""`tensorhub publish`: serve a checkpoint folder as a version until stopped."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import click
+
+from tensorhub_core.checkpoint.reader import open_checkpoint
+from tensorhub_core.cli.common import server_option
+from tensorhub_core.cli.progress import terminal_progress
+from tensorhub_core.cli.signals import Stop
+from tensorhub_core.client.connect import connect
+from tensorhub_core.client.versions import Version
+from tensorhub_core.client.worker import Worker
+from tensorhub_core.errors import DeadlineExceeded, ServerUnreachable
+from tensorhub_core.settings import load_settings
+
+_LOOK_EVERY_S = 1.0
+_CLOSE_S = 1.0
+
+
+@click.command()
+@click.argument("checkpoint_dir", type=click.Path(path_type=Path))
+@click.option("--model", required=True, help="Name of the model.")
+@click.option("--version", required=True, type=click.IntRange(min=0), help="Number of the version.")
+@click.option("--stream", help="Life of the version numbers: a new name starts a new epoch.")
+@click.option("--replica", help="Name under which the hub shows this publisher. Default: a unique one.")
+@click.option("--drain-s", type=click.FloatRange(min=0), default=30.0, help="Longest wait for readers at the end. [30]")
+@click.option(
+    "--copy", is_flag=True, help="Read the files into memory first, so that they may change while they are served."
+)
+@server_option
+def publish(
+    checkpoint_dir: Path,
+    model: str,
+    version: int,
+    stream: str | None,
+    replica: str | None,
+    drain_s: float,
+    copy: bool,
+    server: str | None,
+) -> None:
+    """Serve the safetensors files of CHECKPOINT_DIR as a version until SIGTERM or Ctrl-C.
+
+    Prints `published MODEL VERSION` when everyone can read it. The files are mapped, not copied: leave them alone
+    while they are served, or use --copy.
+    """
+    settings = load_settings(cli={"server": server, "close_timeout_s": _CLOSE_S})
+    stop = Stop()
+    with terminal_progress("reading") as report:
+        checkpoint = open_checkpoint(checkpoint_dir, copy=copy, progress=report)
+    with connect(settings.client.server, model=model, replica=replica, stream=stream, settings=settings) as worker:
+        worker.register((tensor.name, tensor) for tensor in checkpoint.tensors)
+        published = worker.publish(version)
+        stop.begin_serving()
+        click.echo(f"published {model} {version}")
+        serve_until(stop, worker, published)
+        withdraw(worker, drain_s)
+
+
+def serve_until(stop: Stop, worker: Worker, newest: Version) -> None:
+    """Return when the end is wanted; raises the session's error if it is over for good.
+
+    A server that is away is waited for: readers go on meanwhile, and the session tells it again what is held.
+    """
+    while not stop.wanted():
+        with contextlib.suppress(DeadlineExceeded, ServerUnreachable):
+            newest = worker.wait(newer_than=newest, timeout_s=_LOOK_EVERY_S)
+
+
+def withdraw(worker: Worker, drain_s: float) -> None:
+    """Unpublish; raises DeadlineExceeded if readers are still at it after `drain_s`."""
+    try:
+        worker.unpublish(drain_s)
+    except DeadlineExceeded:
+        raise DeadlineExceeded(
+            f"readers were still at it after {drain_s:g} s; they go on from another holder, or fail"
+        ) from None
