@@ -27,7 +27,7 @@ class RecordingWorker:
         assert not self.published
         self.published = True
         self.events.append(f"publish {version}")
-        self.seen[version] = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        self.seen[version] = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
 
     def unpublish(self, timeout_s: float | None = None) -> None:
         assert self.published
@@ -167,7 +167,7 @@ def test_a_step_that_raises_publishes_nothing_until_one_succeeds(
 def test_weights_do_not_change_while_a_reader_stays(model: torch.nn.Module, worker: RecordingWorker) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     publisher = Publisher(worker, optimizer, timeout_s=0.5)
-    before = {name: tensor.clone() for name, tensor in worker.tensors.items()}
+    before = {name: tensor.detach().clone() for name, tensor in worker.tensors.items()}
     backward(model)
     worker.readers = 1
     with pytest.raises(DeadlineExceeded, match=r"1 readers after 0\.5 s"):

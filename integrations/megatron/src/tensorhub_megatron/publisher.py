@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tensorhub_core import connect
+from tensorhub_core.client.connect import connect
 from tensorhub_core.errors import ConfigError, RegistrationError, StateError
 
 if TYPE_CHECKING:
@@ -45,11 +45,13 @@ class Publisher:
         start_version: int = 0,
         every: int = 1,
         timeout_s: float | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         """Publish `start_version` and wrap `optimizer.step`; `worker` has the weights registered already.
 
         `timeout_s` bounds the wait for readers before a step; DeadlineExceeded then comes out of `optimizer.step`,
-        which has changed nothing and may be called again. Raises ConfigError for impossible numbers, StateError if the
+        which has changed nothing and may be called again. `check` runs before each publish, and what it raises keeps
+        the version from being published. Raises ConfigError for impossible numbers, StateError if the
         optimizer is attached already, and what `worker.publish` raises.
         """
         if every < 1 or start_version < 0:
@@ -60,12 +62,13 @@ class Publisher:
         self._optimizer = optimizer
         self._every = every
         self._timeout_s = timeout_s
+        self._check = check
         self._version = start_version
         self._steps = 0
         self._is_published = False
         self._is_closed = False
         self._last_wait_s = 0.0
-        self._publish()
+        self._publish(start_version)
         self._own_step = vars(optimizer).get("step")
         self._wrapped = self._wrap(optimizer.step)
         optimizer.step = self._wrapped
@@ -116,16 +119,18 @@ class Publisher:
         result = step(*args, **kwargs)
         if _left_weights_alone(result):
             if was_published:
-                self._publish()
+                self._publish(self._version)
             return result
         self._steps += 1
         if self._steps % self._every == 0:
-            self._version += 1
-            self._publish()
+            self._publish(self._version + 1)
         return result
 
-    def _publish(self) -> None:
-        self._worker.publish(self._version)
+    def _publish(self, version: int) -> None:
+        if self._check is not None:
+            self._check()
+        self._worker.publish(version)
+        self._version = version
         self._is_published = True
 
     def _unpublish(self) -> None:
@@ -170,14 +175,18 @@ def attach_optimizer(
     worker = connect(server, model=model, replica=replica, stream=stream, settings=settings)
     try:
         worker.register(chosen)
-        return Publisher(worker, optimizer, start_version=start_version, every=every, timeout_s=timeout_s)
+        check = functools.partial(require_same, module, chosen) if tensors is None else None
+        return Publisher(worker, optimizer, start_version=start_version, every=every, timeout_s=timeout_s, check=check)
     except BaseException:
         worker.close()
         raise
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the parameters of `module` by name, tied ones under each name, as views that share their memory."""
+    """Return the parameters of `module` by name, tied ones under each name; raises RegistrationError for shards.
+
+    The parameters themselves, not views of them: only so can memory that moved since be noticed.
+    """
     found = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if hasattr(parameter, "placements"):
@@ -185,5 +194,19 @@ def parameters_of(module: torch.nn.Module) -> dict[str, Any]:
                 f"parameter {name!r} is a shard of a distributed tensor: register the local shards yourself, "
                 "with boxes that say where they lie (Worker.register(tensors, boxes=...))"
             )
-        found[name] = parameter.detach()
+        found[name] = parameter
     return found
+
+
+def require_same(module: torch.nn.Module, registered: Mapping[str, Any]) -> None:
+    """Raise RegistrationError naming a parameter that `module` no longer has under its name.
+
+    A parameter that was replaced by another object would leave the old one's memory published: stale weights.
+    """
+    now = dict(module.named_parameters(remove_duplicate=False))
+    replaced = [name for name, parameter in registered.items() if now.get(name) is not parameter]
+    if replaced:
+        raise RegistrationError(
+            f"parameter {replaced[0]!r} was replaced since attach_optimizer(), so that its old memory is registered: "
+            "close() the publisher and attach again"
+        )
