@@ -16,7 +16,7 @@ COMMANDS = {
     "publish": "Serve a checkpoint folder as a version until stopped.",
     "pull": "Write a version from live replicas to a folder.",
     "doctor": "Say which transports work on this machine.",
-    "demo": "Train a small model with reinforcement learning while two engines follow it.",
+    "demo": "Move versions from a trainer to three readers on this machine, for 15 seconds.",
     "bench": "Measure this machine's transfer rates.",
 }
 """Each command is the object of its own name in `tensorhub_core.cli.NAME`; what is not installed is not listed."""
