@@ -45,7 +45,9 @@ def encode(request: int, message: Request | Reply, protocol: int = PROTOCOL) -> 
     """Encode a message with its request number; raises MalformedMessage above MAX_MESSAGE_BYTES."""
     body = _encoder.encode(message)
     if len(body) > MAX_MESSAGE_BYTES:
-        raise MalformedMessage(f"a {type(message).__name__} of {len(body):,} bytes is over the limit of {MAX_MESSAGE_BYTES:,}")
+        raise MalformedMessage(
+            f"a {type(message).__name__} of {len(body):,} bytes is over the limit of {MAX_MESSAGE_BYTES:,}"
+        )
     return [_HEADER.pack(MAGIC, protocol, request), body]
 
 
@@ -79,4 +81,6 @@ def decode_reply(frames: Frames) -> Reply:
 
 def _check_protocol(protocol: int) -> None:
     if protocol != PROTOCOL:
-        raise ProtocolMismatch(f"the peer speaks protocol {protocol}, this side speaks {PROTOCOL}: run the same release")
+        raise ProtocolMismatch(
+            f"the peer speaks protocol {protocol}, this side speaks {PROTOCOL}: run the same release"
+        )
