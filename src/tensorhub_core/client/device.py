@@ -24,7 +24,7 @@ def device_bytes(device: str, address: int, length_bytes: int) -> memoryview:
     import torch
 
     run = torch.as_tensor(_Run(address, length_bytes), device=device)
-    return memoryview(run.cpu().numpy())
+    return run.cpu().numpy().data
 
 
 def checksum_device(device: str, address: int, length_bytes: int) -> int:
