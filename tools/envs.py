@@ -142,6 +142,11 @@ def mark_ready(folder: Path, key: str) -> None:
     temporary.replace(_marker(folder))
 
 
+def _is_usable(folder: Path, key: str) -> bool:
+    """Tell whether an environment was made whole and the interpreter that it was made from is still there."""
+    return is_ready(folder, key) and (folder / "bin" / "python").exists()
+
+
 def _require_space(folder: Path, needed_bytes: int, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
@@ -186,12 +191,12 @@ def make_core() -> None:
         packages_key = _hash(str(RECIPE), *requirements(lock), str(ROOT))
         projects = [ROOT, *(ROOT / "integrations" / name for name in _ADAPTERS)]
         key = _hash(packages_key, *(_read(project / "pyproject.toml") for project in projects))
-        if is_ready(folder, key):
+        if _is_usable(folder, key):
             return
         python = folder / "bin" / "python"
         log = ROOT / ".envs" / "core.log"
         packages = folder / "lib"
-        if not is_ready(packages, packages_key):
+        if not (is_ready(packages, packages_key) and python.exists()):
             base = find_python(("3.11", "3.12", "3.13", "3.10"), "TensorHub")
             print(f"making the core environment {folder} with {base}", file=sys.stderr, flush=True)
             shutil.rmtree(folder, ignore_errors=True)
@@ -229,7 +234,7 @@ def make_engine(engine: Engine) -> None:
         projects = [ROOT, ROOT / "integrations" / engine.name]
         key = _hash(str(cached), str(ROOT), *(_read(project / "pyproject.toml") for project in projects))
         folder = ROOT / ".envs" / engine.name
-        if is_ready(folder, key):
+        if _is_usable(folder, key):
             return
         shutil.rmtree(folder, ignore_errors=True)
         _make_venv(cached / "bin" / "python", folder, "--without-pip")
@@ -251,10 +256,10 @@ def _make_cached(engine: Engine) -> Path:
     stubs = sorted((TOOLS / "stubs" / engine.name).glob("METADATA"))
     key = _hash(str(RECIPE), *requirements(lock), *(_read(stub) for stub in stubs), *engine.pythons, platform.machine())
     folder = cache_folder() / f"{engine.name}-{key}"
-    if is_ready(folder, key):
+    if _is_usable(folder, key):
         return folder
     with locked(folder.with_suffix(".lock"), f"the packages for {engine.name}"):
-        if is_ready(folder, key):
+        if _is_usable(folder, key):
             return folder
         base = find_python(engine.pythons, f"The {engine.name} environment")
         _require_space(folder.parent, engine.needed_bytes, f"the {engine.name} environment")

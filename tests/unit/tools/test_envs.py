@@ -86,6 +86,17 @@ def test_an_interrupted_build_is_made_again_and_a_whole_one_is_kept(
     assert len(calls) == 2
 
 
+def test_an_environment_whose_interpreter_is_gone_is_made_again(
+    engine: envs.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(envs, "_install_lock", lambda python, lock, log: None)
+    python = envs._make_cached(engine) / "bin" / "python"
+    python.unlink()
+    python.symlink_to("/no/such/python")
+    envs._make_cached(engine)
+    assert python.exists()
+
+
 def test_another_lock_gets_another_folder(engine: envs.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(envs, "_install_lock", lambda python, lock, log: None)
     first = envs._make_cached(engine)
