@@ -49,13 +49,13 @@ class Account:
         text = " ".join(answer.text.split())
         self._console.print(f"  [yellow]{escape(answer.prompt)}[/] -> [italic]{escape(text)}[/]{cut}")
 
-    def learnt(self, step: Step, used: int, seconds: Mapping[str, float]) -> None:
-        """Tell what was learnt from a version's answers."""
+    def learnt(self, step: Step, used: int, seconds: Mapping[str, float], *, words: bool) -> None:
+        """Tell what was learnt from a version's answers, and, if wanted, how many words they had."""
         cells = round(step.reward * _BAR_CELLS)
         bar = "█" * cells + "░" * (_BAR_CELLS - cells)
         took = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
         self._console.print(
-            f"  reward {step.reward:.3f} [magenta]{bar}[/] {step.words:.1f} words an answer;"
+            f"  reward {step.reward:.3f} [magenta]{bar}[/]{f' {step.words:.1f} words an answer;' if words else ''}"
             f" learnt from {used} of {len(step.answers)} [dim]({took})[/]"
         )
 

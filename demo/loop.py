@@ -96,6 +96,7 @@ class Loop:
                 "unpublish": taken_back - learnt,
                 "step + publish": published - taken_back,
             },
+            words=self.profile.rule.about_words,
         )
 
     def _ask(self, version: int, pool: ThreadPoolExecutor) -> list[list[Answer]]:

@@ -12,11 +12,15 @@ MOST_WORDS = 36
 
 @dataclass(frozen=True)
 class Rule:
-    """A named rule: `score(text, finished)` is between 0 and 1; `finished` is False for an answer that was cut off."""
+    """A named rule: `score(text, finished)` is between 0 and 1; `finished` is False for an answer that was cut off.
+
+    `about_words`: whether the number of words is what the rule is about.
+    """
 
     name: str
     says: str
     score: Callable[[str, bool], float]
+    about_words: bool = False
 
 
 def _brief(text: str, finished: bool) -> float:
@@ -34,6 +38,7 @@ BRIEF = Rule(
     name="brief",
     says=f"1 for an answer of {FEWEST_WORDS} to {BEST_WORDS} words, less for a longer one, 0 for one that rambles on",
     score=_brief,
+    about_words=True,
 )
 PLAIN_LETTERS = Rule(
     name="plain letters",

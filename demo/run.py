@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # instead of this folder: the demo's modules are a package
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 # Read by torch when it is imported. Waiting threads sleep: this process shares its cores with the engines.
-os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0", TOKENIZERS_PARALLELISM="false")
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1")
 
 import argparse  # noqa: E402
 import shutil  # noqa: E402
