@@ -23,6 +23,7 @@ from tensorhub_core.server.embedded import embedded_address
 from tensorhub_core.settings import Settings, load_settings
 from tensorhub_core.state.messages import Welcome
 from tensorhub_core.transport.base import Transport
+from tensorhub_core.transport.registry import TRANSPORTS
 from tensorhub_core.transport.select import choose_transport
 
 _EMBEDDED_TRY_S = 2.0
@@ -56,6 +57,8 @@ def connect(
     if cast:
         raise ConfigError("cast=True is not supported by this release: publish in the dtype that readers hold")
     _check_shard(shard, num_shards)
+    if isinstance(transport, str) and transport not in ("auto", "memory", *TRANSPORTS):
+        raise ConfigError(f"transport must be auto, {', '.join(TRANSPORTS)} or a Transport, not {transport!r}")
     identity = Identity(
         token=secrets.token_hex(16),
         model=model,
@@ -70,7 +73,9 @@ def connect(
     mailbox = Mailbox(WorkerCounters())
     session, welcome = open_session(server, identity, mailbox, filled)
     mailbox.welcomed(welcome)
-    resources = Resources(session, _transport_maker(transport, config), lambda t: ReadExecutor(t, config, checksum_device=checksum_device))
+    resources = Resources(
+        session, _transport_maker(transport, config), lambda t: ReadExecutor(t, config, checksum_device=checksum_device)
+    )
     return Worker(identity, config, resources, mailbox)
 
 
@@ -123,3 +128,7 @@ def _transport_maker(transport: str | Transport, config: ClientConfig) -> Callab
         return choice.transport
 
     return make
+
+
+def _executor_maker(config: ClientConfig) -> Callable[[Transport], ReadExecutor]:
+    return lambda transport: ReadExecutor(transport, config, checksum_device=checksum_device)

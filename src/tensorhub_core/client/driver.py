@@ -188,15 +188,14 @@ class RoundDriver:
                 return self._inbox.get(timeout=_IDLE_S)
             if orphan:  # the job could not be started, or the caller was interrupted before
                 return ReadEnded(ReadOutcome(ReadEnd.CANCELLED, np.zeros(0, np.bool_), 0)), 0
+            due_s = self._state.deadline_s if self._state.give_up_s is None else self._state.give_up_s
+            if due_s is not None and time.monotonic() >= due_s:
+                return Tick(), 0
             if self._handle is not None:
                 self._announce()
                 outcome = self._wait(self._handle)
                 if outcome is not None:
                     return ReadEnded(self._note(outcome)), 0
-            now = time.monotonic()
-            due_s = self._state.deadline_s if self._state.give_up_s is None else self._state.give_up_s
-            if due_s is not None and now >= due_s:
-                return Tick(), 0
 
     def _wait(self, handle: ReadHandle) -> ReadOutcome | None:
         """Return the outcome of the read job if it has ended; an error that broke it ends the round unquiet."""
@@ -326,5 +325,5 @@ def _breaks(handle: ReadHandle, error: Exception) -> bool:
     try:
         handle.wait(0.0)
     except Exception as again:
-        return again is error
+        return type(again) is type(error)
     return False

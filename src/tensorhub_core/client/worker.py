@@ -41,6 +41,7 @@ from tensorhub_core.state.messages import (
     Published,
     PutBlob,
     Reply,
+    Unpublish,
     Versions,
     Wait,
 )
@@ -115,8 +116,12 @@ class Worker:
                 tag=tag,
                 segment_bytes=self._config.segment_bytes,
             )
-            self._holding.registered = False
-            self._serve(memory, self._deadline(None))
+            deadline = self._deadline(None)
+            if self._holding.held is not None:
+                # The server knows a copy that is held back: other memory must not pass for it.
+                self._session.request(Unpublish(), deadline)
+            self._holding.registered, self._holding.held = False, None
+            self._serve(memory, deadline)
             self._holding.now_registered()
 
     def publish(self, version: int, *, fresh: bool = False) -> Version:
@@ -140,8 +145,9 @@ class Worker:
             held_epoch = self._holding.held_epoch(number, fresh)
             try:
                 reply = self._session.request(Publish(number, sums.digest, held_epoch), deadline)
-            except (DeadlineExceeded, ServerUnreachable):
-                self._take_back_uncertain()
+            except BaseException as error:
+                if not isinstance(error, TensorHubError) or isinstance(error, DeadlineExceeded | ServerUnreachable):
+                    self._take_back_uncertain()
                 raise
             assert isinstance(reply, Published)
             self._holding.now_published((reply.epoch, reply.number))
@@ -316,9 +322,9 @@ class Worker:
         self.counters.discards += state.discards
         if end.error is None:
             assert end.key is not None
-            if end.held:
-                holding.held = end.key
-            else:
+            if end.held and holding.held != end.key:
+                raise StateError(f"the server takes the memory for version {end.key[1]}: call unpublish(), then again")
+            if not end.held:
                 holding.now_committed(end.key, end.published)
                 self.counters.commits += 1
                 self._digest = None if driver.sums is None else driver.sums.digest

@@ -72,10 +72,6 @@ def test_another_protocol_is_named_at_once() -> None:
 )
 def test_impossible_arguments_are_refused(here: Hub, arguments: dict[str, object]) -> None:
     given = {"server": here.server.address, "model": here.model, **arguments}
-    if "transport" in arguments:
-        with connect(**given) as worker, pytest.raises(Exception, match="carrier pigeon"):  # type: ignore[arg-type]
-            worker.register(make("shapes", 1))
-        return
     with pytest.raises(ConfigError):
         connect(**given)  # type: ignore[arg-type]
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from tensorhub_core.client.identity import Identity
 from tensorhub_core.client.mailbox import Mailbox
@@ -16,7 +20,9 @@ from tensorhub_core.config import ClientConfig
 from tensorhub_core.observe.counters import WorkerCounters
 from tensorhub_core.server.serving import Server, serve
 from tensorhub_core.transport.memory import MemoryNetwork, MemoryTransport
-from tests.unit.client.fake_executor import FakeExecutor
+from tests.unit.client.fake_executor import FakeExecutor, Job
+
+SENTINEL = 0xA5
 
 
 @dataclass
@@ -47,3 +53,57 @@ def hub(**more: Any) -> Iterator[Hub]:
     """Run a server for the block."""
     with serve(**{"lease_s": 1.0, "heartbeat_s": 0.1, **more}) as server, contextlib.ExitStack() as stack:
         yield Hub(server, stack)
+
+
+def weights(seed: int = 0, rows: int = 3000) -> dict[str, np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(seed)
+    return {"w": rng.random((rows, 4), np.float32), "b": rng.random(7)}
+
+
+def blank(rows: int = 3000) -> dict[str, np.ndarray[Any, Any]]:
+    made = weights(0, rows)
+    for array in made.values():
+        array.view(np.uint8)[...] = SENTINEL
+    return made
+
+
+def untouched(tensors: dict[str, np.ndarray[Any, Any]]) -> bool:
+    return all((array.view(np.uint8) == SENTINEL).all() for array in tensors.values())
+
+
+def equal(a: dict[str, np.ndarray[Any, Any]], b: dict[str, np.ndarray[Any, Any]]) -> bool:
+    return all(a[name].tobytes() == b[name].tobytes() for name in a)
+
+
+def publisher(here: Hub, version: int = 1, seed: int = 0, replica: str = "trainer", **more: Any) -> Any:
+    worker = here.connect(replica, **more)
+    worker.register(weights(seed))
+    worker.publish(version)
+    return worker
+
+
+def reader(here: Hub, replica: str = "rollout", **more: Any) -> tuple[Any, dict[str, np.ndarray[Any, Any]]]:
+    worker, tensors = here.connect(replica, **more), blank()
+    worker.register(tensors)
+    return worker, tensors
+
+
+def in_background(call: Callable[[], Any]) -> Any:
+    """Start a call on a thread; return its future."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(call)
+    pool.shutdown(wait=False)
+    return future
+
+
+class Gate:
+    """Holds the reads of an executor from a given one on until it is opened."""
+
+    def __init__(self, at: int = 1) -> None:
+        self.at, self.open, self.reached = at, threading.Event(), threading.Event()
+        self.executor = FakeExecutor(self._before)
+
+    def _before(self, job: Job, read: int) -> None:
+        if read >= self.at:
+            self.reached.set()
+            job.until(self.open.is_set)

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-import numpy as np
 import pytest
 
 from tensorhub_core.client import machine, moves
-from tensorhub_core.client.machine import step
-from tensorhub_core.client.reading import ReadEnd, ReadOutcome
+from tensorhub_core.client.reading import ReadEnd
 from tensorhub_core.client.rounds import (
     Abandon,
     Advance,
-    Answered,
     Ask,
     Begin,
     Broken,
-    Effect,
     End,
-    Event,
     Plan,
     PlanFailed,
     Planned,
     Pushed,
     Read,
     ReadEnded,
-    Reopened,
     RoundState,
-    Settle,
     Settled,
     Stop,
     Tell,
@@ -48,7 +38,6 @@ from tensorhub_core.errors import (
 from tensorhub_core.state.messages import (
     Committed,
     Discard,
-    Done,
     Failure,
     Filling,
     JoinRound,
@@ -57,78 +46,12 @@ from tensorhub_core.state.messages import (
     LeaveRound,
     NothingNewer,
     Ok,
-    Promise,
     Relocate,
     Reply,
     RoundAborted,
-    Source,
     SourceProgress,
-    Welcome,
 )
-
-E = TypeVar("E", bound=Effect)
-
-
-def source(lease: str = "l1", place: str = "a", whole: bool = True, prefix: int = 4) -> Source:
-    return Source(lease, "w", "r-" + place, 0, 1, b"layout", place.encode(), b"sums", whole, prefix)
-
-
-def outcome(end: ReadEnd, lease: str = "", kind: str = "", done: int = 0) -> ReadOutcome:
-    return ReadOutcome(end, np.zeros(0, np.bool_), done, lease, kind)
-
-
-VERIFIED = ReadEnded(outcome(ReadEnd.VERIFIED, done=100))
-CANCELLED = ReadEnded(outcome(ReadEnd.CANCELLED))
-
-
-@dataclass
-class Driver:
-    """Feed events and keep the effects; answers go to the newest request."""
-
-    state: RoundState = field(default_factory=lambda: RoundState(3, None, "replicate", None, True, 100.0, False))
-    now: float = 0.0
-
-    def feed(self, event: Event) -> list[Effect]:
-        _, effects = step(self.state, event, self.now)
-        return effects
-
-    def answer(self, reply: Reply) -> list[Effect]:
-        return self.feed(Answered(self.state.asked, reply))
-
-    def promise(self, *sources: Source, number: int = 7) -> list[Effect]:
-        return self.answer(Promise(self.state.number, 1, number, sources or (source(),)))
-
-    def to_reading(self) -> Driver:
-        self.feed(Begin())
-        assert self.promise() == [Plan(True)]
-        effects = self.feed(Planned())
-        if self.state.published:
-            assert effects == [Withdraw()]
-            effects = self.feed(Withdrawn())
-        assert effects == [Ask(self.state.asked, Filling(self.state.number))]
-        assert self.answer(Ok()) == [Read()]
-        return self
-
-    def to_confirming(self) -> Driver:
-        self.to_reading()
-        assert self.feed(VERIFIED) == [Settle()]
-        assert self.feed(Settled(b"digest")) == [Ask(self.state.asked, Done(self.state.number, b"digest"))]
-        return self
-
-
-def only(effects: list[Effect], kind: type[E]) -> E:
-    found = [effect for effect in effects if isinstance(effect, kind)]
-    assert len(found) == 1, effects
-    return found[0]
-
-
-def ended(effects: list[Effect]) -> End:
-    assert isinstance(effects[-1], End), effects
-    return effects[-1]
-
-
-def updating(**more: Any) -> Driver:
-    return Driver(RoundState(3, None, "update", (1, 6), True, 100.0, True, **more))
+from tests.unit.client.round_driver import CANCELLED, VERIFIED, Driver, ended, only, outcome, source, updating
 
 
 def test_a_round_runs_from_promise_to_commit() -> None:
@@ -348,90 +271,3 @@ def test_another_version_than_promised_is_refused() -> None:
     end = ended(driver.answer(Failure("state_error", "left")))
     assert isinstance(end.error, StateError)
     assert end.dirty
-
-
-def reopened(next_round: int = 0) -> Reopened:
-    return Reopened(Welcome("w2.1", 2, 1, next_round, 1, 5.0, 1.0))
-
-
-def test_a_lost_connection_while_joining_joins_again() -> None:
-    driver = updating()
-    driver.feed(Begin())
-    told, ask = driver.feed(reopened(9))
-    assert isinstance(told, Tell)
-    assert ask == Ask(2, JoinRound(9, None, "update", (1, 6), True))
-    assert driver.feed(Answered(1, NothingNewer(3, 1, 6))) == [], "the answer to an older request does not count"
-
-
-def test_a_running_read_goes_on_over_a_restart_under_the_same_memory() -> None:
-    driver = Driver().to_reading()
-    ask = only(driver.feed(reopened()), Ask)
-    assert ask.message == JoinRound(0, 7, "replicate", None, True)
-    effects = driver.promise(source("n1"))
-    assert effects == [Tell(Filling(0)), Advance("l1", 4, True)]
-    assert driver.feed(Pushed(SourceProgress("n1", 4, True))) == [Advance("l1", 4, True)]
-    assert driver.feed(Pushed(LeaseLost(0, "n1", "gone"))) == [Abandon("l1", "gone")]
-    failed = ReadEnded(outcome(ReadEnd.SOURCE_FAILED, "l1", "lost"))
-    assert only(driver.feed(failed), Ask).message == Relocate(0, (LeaseFailure("n1", "lost"),))
-
-
-def test_a_running_read_is_planned_again_when_the_restart_names_other_memory() -> None:
-    driver = Driver().to_reading()
-    driver.feed(reopened())
-    assert driver.promise(source("n1", "b")) == [Stop()]
-    assert driver.feed(CANCELLED) == [Plan(True)]
-    assert only(driver.feed(Planned()), Ask).message == Filling(0)
-
-
-def test_a_read_that_ends_before_the_new_promise_is_not_repeated() -> None:
-    driver = Driver().to_reading()
-    driver.feed(reopened())
-    assert driver.feed(VERIFIED) == []
-    assert driver.promise(source("n1")) == [Plan(True)]
-    driver.feed(Planned())
-    assert driver.answer(Ok()) == [Read()], "the driver finds nothing left to read"
-    assert driver.feed(VERIFIED) == [Settle()]
-
-
-def test_a_commit_lost_with_the_connection_is_found_again() -> None:
-    driver = Driver().to_confirming()
-    ask = only(driver.feed(reopened(4)), Ask)
-    assert ask.message == JoinRound(4, 7, "update", None, True)
-    assert driver.answer(NothingNewer(4, 1, 7)) == [End(key=(1, 7), published=True)]
-
-
-def test_a_done_lost_with_the_connection_is_asked_again_without_reading_again() -> None:
-    driver = Driver().to_confirming()
-    driver.feed(reopened())
-    effects = driver.promise(source("n1"))
-    assert effects == [Tell(Filling(0)), Ask(driver.state.asked, Done(0, b"digest"))]
-    assert driver.answer(Committed(0, True)) == [End(key=(1, 7), published=True)]
-
-
-def test_a_withdrawal_that_ends_after_a_lost_connection_is_not_repeated() -> None:
-    driver = updating()
-    driver.feed(Begin())
-    driver.promise()
-    assert driver.feed(Planned()) == [Withdraw()]
-    driver.feed(reopened())
-    driver.promise(source("n1"))
-    assert driver.feed(Planned()) == [], "it is still being withdrawn"
-    assert only(driver.feed(Withdrawn()), Ask).message == Filling(0)
-
-
-def test_a_session_that_is_over_ends_the_round_at_once_or_after_the_read() -> None:
-    error = StateError("another process took its place")
-    driver = Driver().to_reading()
-    assert driver.feed(Broken(error))[-1] == Stop()
-    assert ended(driver.feed(CANCELLED)).error is error
-
-
-def test_a_failed_withdrawal_leaves_the_memory_as_it_was() -> None:
-    driver = updating()
-    driver.feed(Begin())
-    driver.promise()
-    driver.feed(Planned())
-    error = DeadlineExceeded("readers")
-    end = ended(driver.feed(Withdrawn(error)))
-    assert end.error is error
-    assert not end.dirty

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,6 @@ import torch
 from tensorhub_core.client.versions import Version
 from tensorhub_core.errors import (
     ConfigError,
-    CorruptTransfer,
     DeadlineExceeded,
     LayoutMismatch,
     RegistrationError,
@@ -24,71 +21,16 @@ from tensorhub_core.errors import (
     VersionConflict,
     VersionUnavailable,
 )
-from tests.unit.client.fake_executor import FakeExecutor, Job, SourceBroken
-from tests.unit.client.hubs import Hub, hub
+from tensorhub_core.state.messages import Publish
+from tests.unit.client.hubs import Hub, blank, equal, hub, in_background, publisher, reader, untouched, weights
 
 pytestmark = pytest.mark.timeout(60)
-SENTINEL = 0xA5
 
 
 @pytest.fixture
 def here() -> Iterator[Hub]:
     with hub() as made:
         yield made
-
-
-def weights(seed: int = 0, rows: int = 3000) -> dict[str, np.ndarray[Any, Any]]:
-    rng = np.random.default_rng(seed)
-    return {"w": rng.random((rows, 4), np.float32), "b": rng.random(7)}
-
-
-def blank(rows: int = 3000) -> dict[str, np.ndarray[Any, Any]]:
-    made = weights(0, rows)
-    for array in made.values():
-        array.view(np.uint8)[...] = SENTINEL
-    return made
-
-
-def untouched(tensors: dict[str, np.ndarray[Any, Any]]) -> bool:
-    return all((array.view(np.uint8) == SENTINEL).all() for array in tensors.values())
-
-
-def equal(a: dict[str, np.ndarray[Any, Any]], b: dict[str, np.ndarray[Any, Any]]) -> bool:
-    return all(a[name].tobytes() == b[name].tobytes() for name in a)
-
-
-def publisher(here: Hub, version: int = 1, seed: int = 0, replica: str = "trainer", **more: Any) -> Any:
-    worker = here.connect(replica, **more)
-    worker.register(weights(seed))
-    worker.publish(version)
-    return worker
-
-
-def reader(here: Hub, replica: str = "rollout", **more: Any) -> tuple[Any, dict[str, np.ndarray[Any, Any]]]:
-    worker, tensors = here.connect(replica, **more), blank()
-    worker.register(tensors)
-    return worker, tensors
-
-
-class Gate:
-    """Holds the reads of an executor from a given one on until it is opened."""
-
-    def __init__(self, at: int = 1) -> None:
-        self.at, self.open, self.reached = at, threading.Event(), threading.Event()
-        self.executor = FakeExecutor(self._before)
-
-    def _before(self, job: Job, read: int) -> None:
-        if read >= self.at:
-            self.reached.set()
-            job.until(self.open.is_set)
-
-
-def in_background(call: Callable[[], Any]) -> Any:
-    """Start a call on a thread; return its future."""
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(call)
-    pool.shutdown(wait=False)
-    return future
 
 
 def test_a_version_moves_and_its_reader_becomes_a_holder(here: Hub) -> None:
@@ -215,139 +157,6 @@ def test_another_layout_is_refused_before_anything_happens(here: Hub) -> None:
     assert equal(copied, before)
 
 
-def test_the_deadline_ends_the_read_and_the_memory_is_dirty(here: Hub) -> None:
-    publisher(here)
-    gate = Gate()
-    rollout, tensors = reader(here, executor=gate.executor)
-    with pytest.raises(DeadlineExceeded):
-        rollout.replicate(timeout_s=0.5)
-    assert gate.reached.is_set()
-    assert not gate.executor.jobs[0].thread.is_alive(), "nothing lands any more"
-    assert rollout.version is None
-    with pytest.raises(StateError, match="dirty"):
-        rollout.publish(1)
-    gate.open.set()
-    assert rollout.replicate() == 1
-    assert equal(tensors, weights())
-
-
-def test_dirty_memory_may_be_published_when_it_was_rewritten(here: Hub) -> None:
-    publisher(here)
-    gate = Gate()
-    rollout, tensors = reader(here, executor=gate.executor)
-    with pytest.raises(DeadlineExceeded):
-        rollout.replicate(timeout_s=0.3)
-    for name, array in weights(8).items():
-        tensors[name][...] = array
-    assert rollout.publish(2, fresh=True) == 2
-    other, copied = reader(here, "other")
-    assert other.replicate(2) == 2
-    assert equal(copied, weights(8))
-
-
-def test_unpublish_waits_for_readers_and_goes_on_after_its_deadline(here: Hub) -> None:
-    trainer = publisher(here)
-    gate = Gate()
-    rollout, tensors = reader(here, executor=gate.executor)
-    reading = in_background(rollout.replicate)
-    assert gate.reached.wait(10)
-    with pytest.raises(DeadlineExceeded):
-        trainer.unpublish(timeout_s=0.3)
-    for call in (lambda: trainer.publish(2), lambda: trainer.replicate()):
-        with pytest.raises(StateError, match="draining"):
-            call()
-    waiting = in_background(trainer.unpublish)
-    time.sleep(0.2)
-    assert not waiting.done()
-    gate.open.set()
-    assert reading.result(10) == 1
-    waiting.result(10)
-    assert equal(tensors, weights())
-    trainer.publish(2)
-
-
-def test_a_source_that_fails_is_left_for_another_and_only_the_rest_is_read(here: Hub) -> None:
-    publisher(here)
-    second, _ = reader(here, "second")
-    second.replicate()
-    failed: list[str] = []
-
-    def fail_once(job: Job, read: int) -> None:
-        if read == 2 and not failed:
-            failed.append(job.sources[0].replica)
-            raise SourceBroken("lost")
-
-    executor = FakeExecutor(fail_once)
-    rollout, tensors = reader(here, executor=executor)
-    assert rollout.replicate() == 1
-    assert equal(tensors, weights())
-    first, rest = executor.jobs
-    assert first.sources[0].replica != rest.sources[0].replica
-    assert set(first.read) & set(rest.read) == set()
-    assert rollout.counters.failovers == 1
-    assert rollout.counters.bytes_read == sum(array.nbytes for array in tensors.values())
-
-
-def test_a_source_that_leaves_is_lost_and_another_one_goes_on(here: Hub) -> None:
-    holders = {"trainer": publisher(here, close_timeout_s=0.2)}
-    holders["second"], _ = reader(here, "second", close_timeout_s=0.2)
-    holders["second"].replicate()
-    gate = Gate(2)
-    rollout, tensors = reader(here, executor=gate.executor)
-    reading = in_background(rollout.replicate)
-    assert gate.reached.wait(10)
-    first = gate.executor.jobs[0]
-    holders[first.sources[0].replica].close()
-    first.thread.join(10)
-    assert first.outcome is not None
-    assert first.outcome.kind == "lost"
-    gate.open.set()
-    assert reading.result(10) == 1
-    assert equal(tensors, weights())
-    assert rollout.counters.failovers == 1
-
-
-def test_corrupt_bytes_of_the_only_holder_are_an_error_and_never_offered(here: Hub) -> None:
-    trainer = publisher(here)
-    buffer = trainer._resources.memory.buffers[-1]
-    buffer[5] ^= 1
-    rollout, _ = reader(here)
-    with pytest.raises(CorruptTransfer, match="trainer"):
-        rollout.replicate()
-    assert rollout.version is None
-    (info,) = rollout.versions()
-    assert info.replicas == ("trainer",)
-
-
-@pytest.mark.parametrize("where", ["first", "last"])
-def test_an_error_of_the_progress_callback_is_the_calls_error(here: Hub, where: str) -> None:
-    publisher(here)
-    rollout, tensors = reader(here)
-    total = sum(array.nbytes for array in tensors.values())
-
-    def progress(done: int, all_bytes: int, source: str) -> None:
-        assert (all_bytes, source) == (total, "trainer")
-        if where == "first" or done == all_bytes:
-            raise ZeroDivisionError("mine")
-
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        rollout.replicate(progress=progress)
-    assert rollout.replicate() == 1
-    assert equal(tensors, weights())
-
-
-def test_progress_comes_seldom_and_ends_with_everything(here: Hub) -> None:
-    publisher(here)
-    calls: list[tuple[float, int, int, str]] = []
-    executor = FakeExecutor(lambda job, read: time.sleep(0.02))
-    rollout, _ = reader(here, executor=executor)
-    rollout.replicate(progress=lambda done, total, source: calls.append((time.monotonic(), done, total, source)))
-    assert calls[-1][1] == calls[-1][2]
-    assert [done for _, done, _, _ in calls] == sorted(done for _, done, _, _ in calls)
-    for begin, *_ in calls:
-        assert sum(begin <= at < begin + 1 for at, *_ in calls) <= 10
-
-
 def test_a_copy_that_is_not_offered_is_committed_and_can_be_published_later(here: Hub) -> None:
     trainer = publisher(here)
     rollout, tensors = reader(here)
@@ -404,48 +213,6 @@ def test_read_only_arrays_can_be_published_and_not_filled(here: Hub) -> None:
         trainer.replicate()
 
 
-def test_a_second_thread_is_told_that_the_memory_is_in_use(here: Hub) -> None:
-    publisher(here)
-    gate = Gate()
-    rollout, _ = reader(here, executor=gate.executor)
-    reading = in_background(rollout.replicate)
-    assert gate.reached.wait(10)
-    with pytest.raises(StateError, match=r"replicate\(\) runs in another thread"):
-        rollout.publish(1)
-    assert rollout.wait(timeout_s=5) == 1
-    gate.open.set()
-    assert reading.result(10) == 1
-
-
-def test_close_ends_a_call_in_flight(here: Hub) -> None:
-    publisher(here)
-    gate = Gate()
-    rollout, _ = reader(here, executor=gate.executor)
-    reading = in_background(rollout.replicate)
-    assert gate.reached.wait(10)
-    rollout.close()
-    with pytest.raises(StateError, match="closed"):
-        reading.result(10)
-    for call in (rollout.replicate, rollout.versions, rollout.wait, lambda: rollout.publish(1)):
-        with pytest.raises(StateError, match="closed"):
-            call()
-    rollout.close()
-
-
-def test_close_waits_for_readers_but_not_for_ever(here: Hub) -> None:
-    trainer = publisher(here, close_timeout_s=0.5)
-    gate = Gate()
-    rollout, _ = reader(here, executor=gate.executor)
-    reading = in_background(rollout.replicate)
-    assert gate.reached.wait(10)
-    begun = time.monotonic()
-    trainer.close()
-    assert 0.4 < time.monotonic() - begun < 8
-    with pytest.raises(VersionUnavailable):
-        reading.result(20)
-    assert rollout.version is None
-
-
 def test_a_worker_that_is_forgotten_gives_everything_back(here: Hub) -> None:
     trainer = publisher(here)
     session, resources = trainer._session, trainer._resources
@@ -455,28 +222,6 @@ def test_a_worker_that_is_forgotten_gives_everything_back(here: Hub) -> None:
     assert resources.memory is None
     with pytest.raises(StateError):
         session.submit(None, lambda _: None)
-
-
-def test_an_interrupt_stops_the_read_before_it_is_raised(here: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    publisher(here)
-    gate = Gate()
-    rollout, _ = reader(here, executor=gate.executor)
-    real = Job.wait
-    interrupted: list[int] = []
-
-    def wait(job: Job, timeout_s: float) -> Any:
-        if gate.reached.is_set() and not interrupted:
-            interrupted.append(1)
-            raise KeyboardInterrupt
-        return real(job, timeout_s)
-
-    monkeypatch.setattr(Job, "wait", wait)
-    with pytest.raises(KeyboardInterrupt):
-        rollout.replicate()
-    assert not gate.executor.jobs[0].thread.is_alive()
-    assert rollout.version is None
-    gate.open.set()
-    assert rollout.replicate() == 1
 
 
 def test_shards_of_a_replica_get_one_version_and_commit_together(here: Hub) -> None:
@@ -526,3 +271,39 @@ def test_versions_carry_the_epoch_of_their_stream(here: Hub) -> None:
     with pytest.raises(VersionConflict):
         first.publish(11)
     assert isinstance(second.version, Version)
+
+
+def test_other_memory_never_passes_for_the_version_that_was_held_back(here: Hub) -> None:
+    publisher(here)
+    rollout, _ = reader(here)
+    rollout.replicate(publish=False)
+    other = blank()
+    rollout.register(other)
+    assert rollout.version is None
+    assert rollout.update() == 1
+    assert equal(other, weights()), "the new memory was filled, not taken for full"
+
+
+def test_a_publish_of_unknown_end_is_taken_back(here: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = here.connect(call_timeout_s=5.0)
+    tensors = weights()
+    trainer.register(tensors)
+    real = trainer._session.request
+
+    def request(message: Any, deadline: Any) -> Any:
+        reply = real(message, deadline)
+        if isinstance(message, Publish):
+            raise DeadlineExceeded("the answer came too late")
+        return reply
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer._session, "request", request)
+        with pytest.raises(DeadlineExceeded):
+            trainer.publish(1)
+    with pytest.raises(StateError, match="unpublish"):
+        trainer.publish(1)
+    trainer.unpublish()
+    trainer.publish(1)
+    rollout, copied = reader(here)
+    assert rollout.replicate() == 1
+    assert equal(copied, tensors)

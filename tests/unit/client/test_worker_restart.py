@@ -10,8 +10,7 @@ import pytest
 from tensorhub_core.errors import DeadlineExceeded, ServerUnreachable, TensorHubError, VersionUnavailable
 from tensorhub_core.server.serving import serve
 from tests.unit.client.fake_executor import FakeExecutor, Job
-from tests.unit.client.hubs import Hub, hub
-from tests.unit.client.test_worker import Gate, blank, equal, in_background, publisher, reader, untouched, weights
+from tests.unit.client.hubs import Gate, Hub, blank, equal, hub, in_background, publisher, reader, untouched, weights
 
 pytestmark = pytest.mark.timeout(90)
 

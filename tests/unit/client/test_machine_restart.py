@@ -1,0 +1,130 @@
+"""The client's round machine: connections that are lost and servers that forget."""
+
+from __future__ import annotations
+
+from tensorhub_core.client.reading import ReadEnd
+from tensorhub_core.client.rounds import (
+    Abandon,
+    Advance,
+    Answered,
+    Ask,
+    Begin,
+    Broken,
+    End,
+    Plan,
+    Planned,
+    Pushed,
+    Read,
+    ReadEnded,
+    Reopened,
+    Settle,
+    Stop,
+    Tell,
+    Withdraw,
+    Withdrawn,
+)
+from tensorhub_core.errors import (
+    DeadlineExceeded,
+    StateError,
+)
+from tensorhub_core.state.messages import (
+    Committed,
+    Done,
+    Filling,
+    JoinRound,
+    LeaseFailure,
+    LeaseLost,
+    NothingNewer,
+    Ok,
+    Relocate,
+    SourceProgress,
+    Welcome,
+)
+from tests.unit.client.round_driver import CANCELLED, VERIFIED, Driver, ended, only, outcome, source, updating
+
+
+def reopened(next_round: int = 0) -> Reopened:
+    return Reopened(Welcome("w2.1", 2, 1, next_round, 1, 5.0, 1.0))
+
+
+def test_a_lost_connection_while_joining_joins_again() -> None:
+    driver = updating()
+    driver.feed(Begin())
+    told, ask = driver.feed(reopened(9))
+    assert isinstance(told, Tell)
+    assert ask == Ask(2, JoinRound(9, None, "update", (1, 6), True))
+    assert driver.feed(Answered(1, NothingNewer(3, 1, 6))) == [], "the answer to an older request does not count"
+
+
+def test_a_running_read_goes_on_over_a_restart_under_the_same_memory() -> None:
+    driver = Driver().to_reading()
+    ask = only(driver.feed(reopened()), Ask)
+    assert ask.message == JoinRound(0, 7, "replicate", None, True)
+    effects = driver.promise(source("n1"))
+    assert effects == [Tell(Filling(0)), Advance("l1", 4, True)]
+    assert driver.feed(Pushed(SourceProgress("n1", 4, True))) == [Advance("l1", 4, True)]
+    assert driver.feed(Pushed(LeaseLost(0, "n1", "gone"))) == [Abandon("l1", "gone")]
+    failed = ReadEnded(outcome(ReadEnd.SOURCE_FAILED, "l1", "lost"))
+    assert only(driver.feed(failed), Ask).message == Relocate(0, (LeaseFailure("n1", "lost"),))
+
+
+def test_a_running_read_is_planned_again_when_the_restart_names_other_memory() -> None:
+    driver = Driver().to_reading()
+    driver.feed(reopened())
+    assert driver.promise(source("n1", "b")) == [Stop()]
+    assert driver.feed(CANCELLED) == [Plan(True)]
+    assert only(driver.feed(Planned()), Ask).message == Filling(0)
+
+
+def test_a_read_that_ends_before_the_new_promise_is_not_repeated() -> None:
+    driver = Driver().to_reading()
+    driver.feed(reopened())
+    assert driver.feed(VERIFIED) == []
+    assert driver.promise(source("n1")) == [Plan(True)]
+    driver.feed(Planned())
+    assert driver.answer(Ok()) == [Read()], "the driver finds nothing left to read"
+    assert driver.feed(VERIFIED) == [Settle()]
+
+
+def test_a_commit_lost_with_the_connection_is_found_again() -> None:
+    driver = Driver().to_confirming()
+    ask = only(driver.feed(reopened(4)), Ask)
+    assert ask.message == JoinRound(4, 7, "update", None, True)
+    assert driver.answer(NothingNewer(4, 1, 7)) == [End(key=(1, 7), published=True)]
+
+
+def test_a_done_lost_with_the_connection_is_asked_again_without_reading_again() -> None:
+    driver = Driver().to_confirming()
+    driver.feed(reopened())
+    effects = driver.promise(source("n1"))
+    assert effects == [Tell(Filling(0)), Ask(driver.state.asked, Done(0, b"digest"))]
+    assert driver.answer(Committed(0, True)) == [End(key=(1, 7), published=True)]
+
+
+def test_a_withdrawal_that_ends_after_a_lost_connection_is_not_repeated() -> None:
+    driver = updating()
+    driver.feed(Begin())
+    driver.promise()
+    assert driver.feed(Planned()) == [Withdraw()]
+    driver.feed(reopened())
+    driver.promise(source("n1"))
+    assert driver.feed(Planned()) == [], "it is still being withdrawn"
+    assert only(driver.feed(Withdrawn()), Ask).message == Filling(0)
+
+
+def test_a_session_that_is_over_ends_the_round_at_once_or_after_the_read() -> None:
+    error = StateError("another process took its place")
+    driver = Driver().to_reading()
+    assert driver.feed(Broken(error))[-1] == Stop()
+    assert ended(driver.feed(CANCELLED)).error is error
+
+
+def test_a_failed_withdrawal_leaves_the_memory_as_it_was() -> None:
+    driver = updating()
+    driver.feed(Begin())
+    driver.promise()
+    driver.feed(Planned())
+    error = DeadlineExceeded("readers")
+    end = ended(driver.feed(Withdrawn(error)))
+    assert end.error is error
+    assert not end.dirty
