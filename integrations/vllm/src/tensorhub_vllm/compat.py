@@ -27,6 +27,8 @@ _PLUGIN_GROUPS = (
     "vllm.stat_logger_plugins",
 )
 _NATIVE_RPCS = ("start_weight_update", "update_weights", "finish_weight_update")
+_MAX_TEXT_BYTES = 4096
+"""Of what one rank tells the others about its failure."""
 
 
 def vllm_version() -> str:
@@ -181,9 +183,13 @@ def _from_all_ranks(text: str) -> list[str]:
     group = get_world_group()
     if group.world_size == 1:
         return [text]
-    texts: list[str] = [""] * group.world_size
-    torch.distributed.all_gather_object(texts, text, group=group.cpu_group)
-    return texts
+    # As plain bytes of a fixed length: gathering objects would pickle them.
+    own = torch.zeros(_MAX_TEXT_BYTES, dtype=torch.uint8)
+    data = text.encode()[:_MAX_TEXT_BYTES]
+    own[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    gathered = [torch.empty_like(own) for _ in range(group.world_size)]
+    torch.distributed.all_gather(gathered, own, group=group.cpu_group)
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in gathered]
 
 
 @contextlib.contextmanager
