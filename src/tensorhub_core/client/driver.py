@@ -277,8 +277,15 @@ class RoundDriver:
             # What no read fills (padding outside of every box) has to come through a shadow unchanged.
             memory.collect()
             self._collected = True
+        self._accesses = [self._readable(access) for access in self._accesses]
         destination = Destination(memory.layout, memory.table, memory.addresses, memory.devices, memory.buffers)
         self._handle = self._parts.executor.start(plan, self._accesses, destination, self._verified, self._progress)
+
+    def _readable(self, access: SourceAccess) -> SourceAccess:
+        """Return the access with as much to read as is known by now: sources go on filling while others plan."""
+        state, length = self._state, len(access.sums)
+        prefix = length if access.lease in state.whole else min(length, state.prefixes.get(access.lease, 0))
+        return dataclasses.replace(access, prefix=max(access.prefix, prefix))
 
     def _note(self, outcome: ReadOutcome) -> ReadOutcome:
         """Take over the outcome of a read job."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tensorhub_core.client.driver import RoundDriver
 from tensorhub_core.errors import (
     CorruptTransfer,
     DeadlineExceeded,
@@ -262,3 +263,32 @@ def test_an_executor_that_cannot_start_is_an_error_and_the_worker_goes_on(here: 
     executor.refuse = False
     assert rollout.replicate() == 1
     assert equal(tensors, weights())
+
+
+@pytest.mark.parametrize("slow", ["planning", "withdrawing"])
+def test_progress_of_a_source_counts_that_came_before_the_read_began(
+    here: Hub, slow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source is whole before its reader starts, and says nothing more: the reader must know it by then."""
+    publisher(here)
+    gate = Gate(1)
+    first, _ = reader(here, "first", executor=gate.executor)
+    filling = in_background(first.replicate)
+    assert gate.reached.wait(10)
+    second, tensors = reader(here, "second")
+    name = "_make_plan" if slow == "planning" else "_read"
+    real = getattr(RoundDriver, name)
+
+    def wait_first(driver: RoundDriver, *arguments: Any) -> None:
+        if driver._parts.memory is second._resources.memory and driver.state.sources[0].replica == "first":
+            real(driver, *arguments) if slow == "planning" else None
+            gate.open.set()
+            assert filling.result(10) == 1
+            time.sleep(0.2)
+            return None if slow == "planning" else real(driver, *arguments)
+        return real(driver, *arguments)
+
+    monkeypatch.setattr(RoundDriver, name, wait_first)
+    assert second.replicate(timeout_s=10) == 1
+    assert equal(tensors, weights())
+    assert gate.open.is_set(), "the second did not follow the first"
