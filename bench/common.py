@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 START_TIMEOUT_S = 30.0
+RESULTS = Path(__file__).resolve().parent / "results"
 
 
 @dataclass(frozen=True)

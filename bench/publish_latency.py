@@ -68,7 +68,7 @@ def round_trips() -> list[float]:
 
 def latencies(address: str, model: str, total_bytes: int, count: int, rounds: int) -> Iterator[tuple[float, float]]:
     """Yield, per version, the seconds from the call of publish() to the waiter's return, and to publish()'s own."""
-    tensors = {f"t{i}": np.zeros(total_bytes // count, np.uint8) for i in range(count)}
+    tensors = {f"t{i}": np.full(total_bytes // count, i % 251, np.uint8) for i in range(count)}
     command = [sys.executable, "-c", WAITER, address, model, str(rounds)]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as waiter,

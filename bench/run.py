@@ -16,10 +16,9 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 
-from common import Row, machine, show
+from common import RESULTS, Row, machine, show
 
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results"
 BENCHES = ("replicate_rate", "publish_latency", "memory_server", "stall")
 TIMEOUT_S = 1800.0
 
