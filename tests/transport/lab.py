@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import select
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from tensorhub_core.clock import SystemClock
@@ -23,6 +25,9 @@ from tensorhub_core.transport.faults import FaultPlan, FaultyTransport
 from tensorhub_core.transport.memory import MemoryNetwork, MemoryTransport
 from tensorhub_core.transport.registry import make_transport
 from tests.transport.peer import seeded
+
+HAS_NIXL = importlib.util.find_spec("nixl") is not None  # importing it here would set its logging up
+needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed")
 
 ROOT = Path(__file__).resolve().parents[2]
 SENTINEL = 0xA5

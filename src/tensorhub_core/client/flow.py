@@ -12,14 +12,17 @@ _FIRST_BYTES = 1 << 20
 _LEAST_BYTES = 256 << 10
 _QUICK_SHARE = 0.05
 _LONG_SHARE = 0.25
+_SWIFT_S = 0.004
+"""A batch that takes no longer hardly pays for its own posting: the next ones may be larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowSettings:
-    """Bounds of a flow: `window` batches of up to `chunk_bytes` in flight; a source is left that moves nothing for
-    `stall_timeout_s`, or less than `min_bytes_per_s` over that time."""
+    """Bounds of a flow: `window` batches in flight, of up to `chunk_bytes`, or `most_chunk_bytes` where they take only
+    milliseconds. A source is left that moves nothing for `stall_timeout_s`, or less than `min_bytes_per_s` over it."""
 
     chunk_bytes: int = 4 << 20
+    most_chunk_bytes: int = 16 << 20
     window: int = 8
     stall_timeout_s: float = 5.0
     min_bytes_per_s: float = 64 << 10
@@ -30,8 +33,8 @@ class Flow:
 
     def __init__(self, settings: FlowSettings) -> None:
         self._settings = settings
-        self._most_bytes = settings.chunk_bytes * settings.window
-        self._budget_bytes = min(_FIRST_BYTES, self._most_bytes)
+        self._chunk_bytes = settings.chunk_bytes
+        self._budget_bytes = min(_FIRST_BYTES, settings.chunk_bytes * settings.window)
         self._count = 0
         self._bytes = 0
         self._progress_s = 0.0
@@ -44,7 +47,7 @@ class Flow:
         """Return how many bytes the next batch may have; 0 = wait for one to end."""
         if self._count >= self._settings.window:
             return 0
-        size = min(self._settings.chunk_bytes, max(_LEAST_BYTES, self._budget_bytes // 2))
+        size = min(self._chunk_bytes, max(_LEAST_BYTES, self._budget_bytes // 2))
         return size if self._count == 0 or self._bytes + size <= self._budget_bytes else 0
 
     def posted(self, length_bytes: int, now: float) -> None:
@@ -64,8 +67,12 @@ class Flow:
         self._since_bytes += length_bytes
         self._idle_s = now
         took_s = now - posted_s
+        if took_s > _SWIFT_S:
+            self._chunk_bytes = self._settings.chunk_bytes
+        elif 2 * length_bytes > self._chunk_bytes:
+            self._chunk_bytes = min(2 * self._chunk_bytes, max(self._chunk_bytes, self._settings.most_chunk_bytes))
         if took_s < _QUICK_SHARE * self._settings.stall_timeout_s:
-            self._budget_bytes = min(self._most_bytes, 2 * self._budget_bytes)
+            self._budget_bytes = min(self._chunk_bytes * self._settings.window, 2 * self._budget_bytes)
         elif took_s > _LONG_SHARE * self._settings.stall_timeout_s:
             self._budget_bytes = max(_LEAST_BYTES, self._budget_bytes // 2)
 

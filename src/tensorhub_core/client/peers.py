@@ -33,7 +33,11 @@ class Peers:
         """Return the peer of a description; raises TransportError if it cannot be attached."""
         key = xxhash.xxh3_128_digest(description)
         if key not in self._attached:
-            self._attached[key] = AttachedPeer(self._transport.attach(description))
+            try:
+                self._attached[key] = AttachedPeer(self._transport.attach(description))
+            except TransportError:
+                self._attached.clear()
+                raise
         self._attached.move_to_end(key)
         return self._attached[key]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,9 +89,9 @@ class Schedule:
         length = int(self.length_bytes[begin])
         if offset_bytes or length > most_bytes:
             return Part(begin, begin + 1, offset_bytes, min(most_bytes, length - offset_bytes))
-        stop = min(end, int(np.searchsorted(self.group, self.group[begin], "right")))
-        full = int(np.searchsorted(self._end[begin:stop], self._begin[begin] + most_bytes, "right"))
-        stop = begin + max(1, full)
+        # Not numpy's search: it gives up the interpreter lock and then waits for it, here once per batch.
+        stop = bisect_right(self.group, self.group[begin], begin, end)
+        stop = max(begin + 1, bisect_right(self._end, self._begin[begin] + most_bytes, begin, stop))
         starts = self._starts(begin, stop)
         if len(starts) > most_runs:
             stop = begin + int(starts[most_runs])

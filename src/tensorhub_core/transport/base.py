@@ -85,7 +85,7 @@ class Transport(Protocol):
         """Connect the reading side to a peer; raises TransportError within a bounded time.
 
         May return before the peer has answered; then the first read fails. A newer description of an attached peer
-        takes the older one's place: the older `PeerId` is then unknown.
+        takes the older one's place: the older `PeerId` is then unknown. After an error all peers may be unknown.
         """
 
     def detach(self, peer: PeerId) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import xxhash
 
 from tensorhub_core.errors import TransportError
 
@@ -19,11 +20,13 @@ class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     transport: str
     agent: str
     metadata: bytes
+    digest: bytes
+    """xxh3_128 of `metadata`: NIXL does not recover from metadata that were cut off or damaged on the way."""
 
 
 def encode_description(transport: str, agent: str, metadata: bytes) -> bytes:
     """Encode an envelope; raises TransportError above MAX_DESCRIPTION_BYTES."""
-    data = msgspec.msgpack.encode(Description(FORMAT, transport, agent, metadata))
+    data = msgspec.msgpack.encode(Description(FORMAT, transport, agent, metadata, _digest(metadata)))
     if len(data) > MAX_DESCRIPTION_BYTES:
         raise TransportError(
             f"the transport's description takes {len(data):,} bytes, over the limit of {MAX_DESCRIPTION_BYTES:,}: "
@@ -46,4 +49,10 @@ def decode_description(data: bytes, transport: str) -> Description:
         raise TransportError(f"the peer serves by {found.transport[:32]!r}, this side reads by {transport!r}")
     if not 0 < len(found.agent.encode(errors="surrogatepass")) <= MAX_AGENT_NAME_BYTES:
         raise TransportError("a peer's description names no agent, or one with too long a name")
+    if _digest(found.metadata) != found.digest:
+        raise TransportError("a peer's description was damaged on the way")
     return found
+
+
+def _digest(metadata: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(metadata)

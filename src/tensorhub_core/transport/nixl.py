@@ -124,7 +124,13 @@ class NixlTransport:
         reader = self._reading_side()
         for peer in [peer for peer, agent in self._peers.items() if agent == found.agent]:
             self.detach(peer)
-        named = reader.add_peer(found.metadata)
+        try:
+            named = reader.add_peer(found.metadata)
+        except TransportError:
+            # A load that fails half-way leaves a name in the agent that cannot be taken out again.
+            if not self._reads and not self._abandoned:
+                self._drop_reader()
+            raise
         if named != found.agent:
             reader.remove_peer(named)
             raise TransportError(f"the description of agent {found.agent!r} is that of {named!r}")

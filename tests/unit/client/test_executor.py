@@ -118,7 +118,7 @@ def test_a_version_is_read_whole_and_every_step_is_reported(worlds: list[World])
 
 def test_windows_batches_and_chunks_are_bounded(worlds: list[World]) -> None:
     worlds.append(world := World(network=MemoryNetwork(step_bytes=1000)))
-    world.executor = ReadExecutor(world.counting, flow=FlowSettings(chunk_bytes=1500, window=4))
+    world.executor = ReadExecutor(world.counting, flow=FlowSettings(chunk_bytes=1500, most_chunk_bytes=1500, window=4))
     assert world.read().end is ReadEnd.VERIFIED
     assert world.destination.holds(world.truth)
     assert world.counting.most_in_flight == 4

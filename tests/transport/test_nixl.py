@@ -1,0 +1,182 @@
+"""What only NIXL has: forks, agents that must not leak, failed registrations, a library that may be missing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import psutil
+import pytest
+
+from tensorhub_core.errors import TransportError
+from tensorhub_core.transport.base import Region
+from tensorhub_core.transport.description import decode_description, encode_description
+from tensorhub_core.transport.nixl import NixlTransport
+from tests.transport.lab import batch, needs_nixl
+
+pytestmark = [needs_nixl, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def memory() -> np.ndarray:
+    return np.zeros(1 << 20, np.uint8)
+
+
+@pytest.fixture
+def transport(memory: np.ndarray) -> Iterator[NixlTransport]:
+    opened = NixlTransport("test")
+    opened.register([Region(memory.ctypes.data, memory.nbytes)])
+    yield opened
+    opened.shutdown()
+
+
+def test_a_forked_child_refuses_and_ends(transport: NixlTransport) -> None:
+    transport.attach(transport.describe())
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            transport.describe()
+        except TransportError as error:
+            code = 0 if "forked" in str(error) else 2
+        transport.shutdown()
+        del transport
+        gc.collect()
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    transport.attach(transport.describe())
+
+
+def test_a_forked_child_that_ends_as_usual_does_not_wait_for_threads_it_has_not() -> None:
+    program = (
+        "import os, sys\nimport numpy as np\n"
+        "from tensorhub_core.transport.base import Region\nfrom tensorhub_core.transport.nixl import NixlTransport\n"
+        "memory = np.zeros(4096, np.uint8)\ntransport = NixlTransport('x')\n"
+        "transport.register([Region(memory.ctypes.data, 4096)])\n"
+        "if os.fork() == 0:\n    sys.exit(0)\n"
+        "print(os.wait()[1])\ntransport.shutdown()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "0\n", done.stderr
+    assert done.stderr == ""
+
+
+def test_a_failed_registration_leaves_what_was_registered_usable(transport: NixlTransport, memory: np.ndarray) -> None:
+    other = np.zeros(4096, np.uint8)
+    if _has_cuda():
+        pytest.skip("CUDA memory can be registered here")
+    with pytest.raises(TransportError):
+        transport.register([Region(other.ctypes.data, 4096, "cuda:0")])
+    source = np.arange(4096, dtype=np.uint16).view(np.uint8)
+    transport.register([Region(source.ctypes.data, source.nbytes)])
+    peer = transport.attach(transport.describe())
+    read = transport.post(peer, batch((memory.ctypes.data, source.ctypes.data, source.nbytes)))
+    while (progress := transport.poll(read)).state.value != "done":
+        assert progress.state.value == "active", progress.error
+    assert transport.close(read)
+    assert np.array_equal(memory[: source.nbytes], source)
+
+
+def _has_cuda() -> bool:
+    return os.path.exists("/dev/nvidiactl")
+
+
+def test_agents_are_never_named_twice(memory: np.ndarray) -> None:
+    names = set()
+    for _ in range(3):
+        with_one_token = NixlTransport("same")
+        with_one_token.register([Region(memory.ctypes.data, memory.nbytes)])
+        names.add(decode_description(with_one_token.describe(), "nixl").agent)
+        with_one_token.revoke()
+        with_one_token.register([Region(memory.ctypes.data, memory.nbytes)])
+        names.add(decode_description(with_one_token.describe(), "nixl").agent)
+        with_one_token.shutdown()
+    # The token is what tells transports of one process apart; within one, agents are counted.
+    assert len(names) == 2
+
+
+def test_a_description_under_another_name_is_refused(transport: NixlTransport) -> None:
+    metadata = decode_description(transport.describe(), "nixl").metadata
+    with pytest.raises(TransportError, match="somebody"):
+        transport.attach(encode_description("nixl", "somebody", metadata))
+    transport.attach(transport.describe())
+
+
+def test_broken_metadata_is_refused(transport: NixlTransport) -> None:
+    metadata = decode_description(transport.describe(), "nixl").metadata
+    chance = np.random.default_rng(0)
+    for _ in range(300):
+        broken = bytearray(metadata[: int(chance.integers(1, len(metadata)))])
+        broken[int(chance.integers(len(broken)))] ^= int(chance.integers(1, 256))
+        with pytest.raises(TransportError):
+            transport.attach(encode_description("nixl", "x", bytes(broken)))
+    transport.attach(transport.describe())
+
+
+def test_waiting_costs_next_to_no_cpu(transport: NixlTransport) -> None:
+    """NIXL's own class lets the progress thread spin."""
+    process = psutil.Process()
+    transport.attach(transport.describe())
+    before = process.cpu_times()
+    threading.Event().wait(2.0)
+    after = process.cpu_times()
+    assert (after.user - before.user) + (after.system - before.system) < 1.0
+
+
+def test_nothing_is_printed_and_logging_is_left_alone() -> None:
+    program = (
+        "import logging, numpy as np\n"
+        "from tensorhub_core.errors import TransportError\n"
+        "from tensorhub_core.transport.base import Region\nfrom tensorhub_core.transport.nixl import NixlTransport\n"
+        "memory = np.zeros(4096, np.uint8)\ntransport = NixlTransport('x')\n"
+        "transport.register([Region(memory.ctypes.data, 4096)])\n"
+        "try:\n    transport.register([Region(memory.ctypes.data, 16, 'cuda:0')])\nexcept TransportError:\n    pass\n"
+        "transport.attach(transport.describe())\ntransport.shutdown()\n"
+        "assert logging.raiseExceptions\nassert not logging.getLogger('nixl').handlers\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_without_nixl_the_error_says_how_to_install_it() -> None:
+    program = (
+        "import sys\nsys.modules['nixl'] = None\n"
+        "from tensorhub_core.transport.registry import make_transport, why_unavailable\n"
+        "from tensorhub_core.transport.select import choose_transport\n"
+        "print(why_unavailable('nixl'))\n"
+        "try:\n    choose_transport('auto')\nexcept Exception as error:\n    print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("pip install 'tensorhub-core[nixl]'") == 2
+    assert "TransportError no transport loads" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_five_hundred_transports_leave_nothing_behind() -> None:
+    memory = np.zeros(1 << 20, np.uint8)
+    process = psutil.Process()
+
+    def once(number: int) -> None:
+        opened = NixlTransport(f"leak{number}")
+        opened.register([Region(memory.ctypes.data, memory.nbytes)])
+        if number % 5 == 0:
+            opened.attach(opened.describe())
+            opened.fence()
+            opened.attach(opened.describe())
+        opened.shutdown()
+
+    for number in range(20):
+        once(number)
+    before = process.num_threads(), process.num_fds(), process.memory_info().rss
+    for number in range(20, 500):
+        once(number)
+    after = process.num_threads(), process.num_fds(), process.memory_info().rss
+    assert after[:2] == before[:2]
+    assert after[2] - before[2] < 64 << 20
