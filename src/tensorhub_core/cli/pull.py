@@ -23,9 +23,14 @@ from tensorhub_core.state.messages import Blob, DescribeVersion, GetBlob, Versio
 _LEAST_SEGMENT_BYTES = 4096
 
 
+def _number(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
+    """Return the number of a version, None for `latest`."""
+    return None if value == "latest" else click.IntRange(min=0)(value, param, ctx)
+
+
 @click.command()
 @click.option("--model", required=True, help="Name of the model.")
-@click.option("--version", type=click.IntRange(min=0), help="Number of the version. Default: the latest whole one.")
+@click.option("--version", default="latest", callback=_number, help="Number of the version. [latest]")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder to write; absent or empty.")
 @click.option("--timeout-s", type=click.FloatRange(min=0, min_open=True), help="Longest time for the transfer. [600]")
 @click.option(

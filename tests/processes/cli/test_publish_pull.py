@@ -133,7 +133,7 @@ def test_other_bytes_under_a_taken_version_are_refused(hub: str, model: str, tmp
             assert again.first_line == f"published {model} 1"
 
 
-@pytest.mark.parametrize("version", [(), ("--version", 9)])
+@pytest.mark.parametrize("version", [(), ("--version", "latest"), ("--version", 9)])
 def test_a_version_that_nobody_holds(hub: str, model: str, tmp_path: Path, version: tuple[object, ...]) -> None:
     pulled = tensorhub("pull", "--model", model, *version, "--out", tmp_path / "out", "--server", hub)
     assert model in pulled.error

@@ -89,6 +89,7 @@ def test_a_folder_that_cannot_be_made(hub: str, tmp_path: Path) -> None:
         ("publish", "folder", "--model", "m", "--version", "one"),
         ("pull", "--model", "m"),
         ("pull", "--out", "folder"),
+        ("pull", "--model", "m", "--out", "folder", "--version", "newest"),
         ("pull", "--model", "m", "--out", "folder", "--timeout-s", "0"),
         ("doctor", "--jsno"),
     ],
