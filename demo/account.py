@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.markup import escape
 from rich.rule import Rule as Line
+from rich.table import Table
 
 from demo.engines import Answer, Report
 from demo.proof import Check, Step
@@ -45,9 +46,14 @@ class Account:
 
     def answer(self, version: int, answer: Answer) -> None:
         """Show one prompt's likeliest answer."""
-        cut = "" if answer.finished else " ..."
-        text = " ".join(answer.text.split())
-        self._console.print(f"  [yellow]{escape(answer.prompt)}[/] -> [italic]{escape(text)}[/]{cut}")
+        self._console.print(f"  [yellow]{escape(answer.prompt)}[/] -> [italic]{escape(_shown(answer))}[/]")
+
+    def changes(self, old: int, before: Sequence[Answer], new: int, after: Sequence[Answer]) -> None:
+        """Show what a version answers beside what an earlier one did."""
+        table = Table("prompt", f"version {old}", f"version {new}", show_lines=True)
+        for was, now in zip(before, after, strict=True):
+            table.add_row(escape(now.prompt), escape(_shown(was)), escape(_shown(now)))
+        self._console.print(table)
 
     def learnt(self, step: Step, used: int, seconds: Mapping[str, float], *, words: bool) -> None:
         """Tell what was learnt from a version's answers, and, if wanted, how many words they had."""
@@ -77,6 +83,11 @@ class Account:
 def megabytes(count: int) -> str:
     """Return a number of bytes for people."""
     return f"{count / 1e6:.1f} MB"
+
+
+def _shown(answer: Answer) -> str:
+    """Return an answer on one line, with dots if it was cut off."""
+    return " ".join(answer.text.split()) + ("" if answer.finished else " ...")
 
 
 def _parts(report: Report) -> str:

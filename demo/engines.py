@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -66,6 +67,29 @@ class Report:
     transfer_s: float
     process_s: float
     total_s: float
+
+
+@dataclass(frozen=True)
+class FirstFill:
+    """Where an engine's first weights came from."""
+
+    version: int
+    source: str
+    total_bytes: int
+
+
+_FIRST_FILL = re.compile(r"shard 0 of 1 of '(?P<replica>[^']+)' serves version (\d+) from (\S+) \((\d+) bytes")
+
+
+def read_first_fill(log: str, replica: str) -> FirstFill | None:
+    """Find in an engine's log what it started with; None if it has not got so far.
+
+    Its HTTP side cannot tell for certain: it comes up later, and may have followed the trainer further by then.
+    """
+    for match in _FIRST_FILL.finditer(log):
+        if match["replica"] == replica:
+            return FirstFill(int(match[2]), match[3], int(match[4]))
+    return None
 
 
 def read_report(body: dict[str, Any]) -> Report:

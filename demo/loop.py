@@ -6,7 +6,7 @@ It knows the trainer's side of TensorHub by two calls, `publish` and `unpublish`
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -32,9 +32,19 @@ class Publisher(Protocol):
         """Take them back; returns when no reader can see them any more."""
 
 
+class Newcomer(Protocol):
+    """Whoever may join while the loop runs."""
+
+    def join(self, version: int) -> Engine | None:
+        """Return an engine that takes part from this version on, if there is one."""
+
+    def hold(self) -> None:
+        """Return when the next version may be published."""
+
+
 @dataclass
 class Loop:
-    """One training run. `late` is asked once a version for an engine that has come up since; None for none."""
+    """One training run: `engines` are those that take part, `programs` what ends the run if it ends."""
 
     profile: Profile
     policy: Policy
@@ -42,7 +52,7 @@ class Loop:
     engines: list[Engine]
     programs: Sequence[Child]
     account: Account
-    late: Callable[[int], Engine | None]
+    late: Newcomer
     steps: list[Step] = field(default_factory=list)
 
     def run(self) -> int:
@@ -66,7 +76,7 @@ class Loop:
         return reports
 
     def _step(self, version: int, pool: ThreadPoolExecutor) -> None:
-        newcomer = self.late(version)
+        newcomer = self.late.join(version)
         if newcomer is not None:
             self.engines.append(newcomer)
         reports = self.wait_for_engines(version)
@@ -78,6 +88,8 @@ class Loop:
         rewards = [[self.profile.rule.score(a.text, a.finished) for a in group] for group in groups]
         used = self.policy.accumulate(_samples(groups, rewards))
         learnt = time.monotonic()
+        self.late.hold()
+        held = time.monotonic()
         self.publisher.unpublish()
         taken_back = time.monotonic()
         self.policy.apply()
@@ -93,7 +105,7 @@ class Loop:
             {
                 "ask": asked - began,
                 "learn": learnt - asked,
-                "unpublish": taken_back - learnt,
+                "unpublish": taken_back - held,
                 "step + publish": published - taken_back,
             },
             words=self.profile.rule.about_words,

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,9 @@ import psutil  # type: ignore[import-untyped]
 
 _STOP_S = 20.0
 _LOOK_EVERY_S = 0.1
-_TAIL_LINES = 30
+_TAIL_LINES = 15
+_MOST_CAUSES = 5
+_CAUSE = re.compile(r"\b[A-Z]\w*(Error|Exception|Exceeded|Unreachable|Mismatch|Conflict|Unavailable)\b: ")
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -54,10 +57,17 @@ class Child:
         if code is not None:
             raise DemoError(f"{self.name} ended with code {code}; the end of {self.log}:\n{self.tail()}")
 
+    def text(self) -> str:
+        """Return the whole log."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
     def tail(self) -> str:
-        """Return the last lines of the log."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join("    " + line for line in lines[-_TAIL_LINES:])
+        """Return the last lines of the log, after the first ones above them that name an error."""
+        lines = self.text().splitlines()
+        # An engine tells of its workers' errors first, and ends with pages about its own.
+        causes = [line for line in lines[:-_TAIL_LINES] if _CAUSE.search(line)][:_MOST_CAUSES]
+        dots = ["..."] if causes else []
+        return "\n".join("    " + line for line in [*causes, *dots, *lines[-_TAIL_LINES:]])
 
     def wait(self, timeout_s: float) -> int:
         """Return the exit code; raises DemoError at the deadline."""

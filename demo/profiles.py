@@ -18,7 +18,8 @@ class Profile:
 
     `model(folder)` returns a checkpoint's folder; it may make one in `folder`. Each version draws `group` completions
     for each of `prompts_at_once` prompts, taken in turn. `margin` is what the mean reward of the last third of the
-    versions must have gained on the first third. `joins_at` is the version from which the second engine is started.
+    versions must have gained on the first third. The second engine is
+    started after `late_after` versions.
     """
 
     name: str
@@ -32,7 +33,7 @@ class Profile:
     group: int
     max_tokens: int
     versions: int
-    joins_at: int
+    late_after: int
     recipe: Recipe
     margin: float
     show_every: int
@@ -78,8 +79,8 @@ FULL = Profile(
     prompts_at_once=4,
     group=6,
     max_tokens=40,
-    versions=20,
-    joins_at=2,
+    versions=16,
+    late_after=1,
     recipe=Recipe(learning_rate=1.5e-5, temperature=0.7),
     margin=0.15,
     show_every=4,
@@ -106,7 +107,7 @@ QUICK = Profile(
     group=8,
     max_tokens=24,
     versions=18,
-    joins_at=2,
+    late_after=1,
     recipe=Recipe(learning_rate=3e-4, temperature=1.0, samples_at_once=16),
     margin=0.15,
     show_every=4,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from demo.engines import Answer, Report
+from demo.engines import Answer, FirstFill, Report
 
 LOGPROB_TOLERANCE = 1e-4
 """Numbers travel through JSON and two builds of the same kernels; other weights differ by far more."""
@@ -74,13 +74,13 @@ def engines_followed(steps: Sequence[Step], first: str, late: str) -> Check:
     return Check("both engines followed the trainer, version by version", complete and gapless and right, figures)
 
 
-def late_one_filled_from_first(report: Report | None, first: str) -> Check:
+def late_one_filled_from_first(fill: FirstFill | None, first: str) -> Check:
     """Check where the engine that joined late got its first weights from."""
     claim = f"the engine that joined late filled its memory from {first}, no weight file read"
-    if report is None:
+    if fill is None:
         return Check(claim, False, "it never joined")
-    sources = ", ".join(report.sources)
-    return Check(claim, report.sources == (first,), f"{report.total_bytes / 1e6:.1f} MB from {sources}")
+    figures = f"version {fill.version}, {fill.total_bytes / 1e6:.1f} MB from {fill.source}"
+    return Check(claim, fill.source == first, figures)
 
 
 def same_memory(before: Mapping[str, int], after: Mapping[str, int]) -> Check:

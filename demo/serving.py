@@ -39,6 +39,7 @@ def engine_environment(core: int) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "TORCH_COMPILE_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": str(core),
+        "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_NO_USAGE_STATS": "1",
     }
 
@@ -50,7 +51,7 @@ def start_hub(children: Children) -> tuple[Child, str]:
     found: list[str] = []
 
     def listens() -> bool:
-        found.extend(_LISTENING.findall(hub.log.read_text(encoding="utf-8", errors="replace")))
+        found.extend(_LISTENING.findall(hub.text()))
         return bool(found)
 
     wait_until("the hub listens", listens, [hub], _HUB_S)

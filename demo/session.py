@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from demo.account import Account, megabytes
-from demo.engines import Engine, Report
+from demo.engines import Answer, Engine, FirstFill
 from demo.grpo import Policy
+from demo.late import LateEngine
 from demo.loop import FIRST_VERSION, Loop
 from demo.models import without_weights
 from demo.ports import free_ports
@@ -22,6 +22,7 @@ from demo.profiles import Profile
 from demo.proof import (
     Check,
     Greedy,
+    Step,
     engines_followed,
     late_one_filled_from_first,
     reward_rose,
@@ -34,7 +35,19 @@ from demo.serving import MODEL, cores, start_engine, start_fresh, start_hub
 
 _READY_S = 400.0
 _FRESH_S = 300.0
+_SHOWN = 3
 _FIRST, _LATE = "rollout-1", "rollout-2"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training left for the proof."""
+
+    steps: list[Step]
+    greedy: dict[str, list[Greedy]]
+    first_fill: FirstFill | None
+    saved: Path
+    in_place: Check
 
 
 class Session:
@@ -44,92 +57,87 @@ class Session:
         self._profile, self._folder = profile, folder
         self._children, self._account = children, account
         self._programs: list[Child] = []
-        self._newcomer: Newcomer | None = None
 
     def run(self) -> list[Check]:
         """Run it; returns the checks, shown already. Raises DemoError."""
+        profile, account = self._profile, self._account
+        account.title(profile.title)
+        trained = self._train()
+        for program in reversed(self._programs):  # the engines first: cores and memory for the fresh one
+            self._children.stop(program)
+        fresh = self._fresh(trained.saved)
+        checks = [
+            reward_rose([step.reward for step in trained.steps], profile.margin),
+            versions_known(trained.steps),
+            engines_followed(trained.steps, _FIRST, _LATE),
+            late_one_filled_from_first(trained.first_fill, _FIRST),
+            trained.in_place,
+            *(same_answers(name, trained.greedy.get(name, []), fresh) for name in (_FIRST, _LATE)),
+        ]
+        account.checks(checks)
+        write_record(profile.name, trained.steps, checks)
+        return checks
+
+    def _train(self) -> Trained:
+        """Start everything, train, ask for the temperature-0 answers and save the checkpoint."""
         from tensorhub_core import connect
 
         profile, account = self._profile, self._account
-        account.title(profile.title)
         checkpoint = profile.model(self._folder)
         bare = without_weights(checkpoint, self._folder / "bare")
         hub, address = start_hub(self._children)
         self._programs.append(hub)
         account.fact("hub", address)
         first_port, late_port = free_ports(2)
-        first = self._start(_FIRST, bare, address, first_port)
+        first, _ = self._start(_FIRST, bare, address, first_port)
         policy = load_policy(profile, checkpoint)
-        tensors = policy.tensors()
-        where = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        where = addresses(policy)
         with connect(address, model=MODEL, replica="trainer") as worker:
-            worker.register(tensors)
+            worker.register(policy.tensors())
             worker.publish(FIRST_VERSION)
-            account.fact("trainer", _described(tensors))
-            account.fact("reward", profile.rule.says)
-            account.fact("prompt", f"{profile.instruction!r} + a question; {profile.group} answers each")
-            account.fact(_FIRST, f"starts without a weight file: {bare.name}/ holds config and tokenizer only")
+            self._introduce(policy, bare)
             wait_until(f"{_FIRST} is ready", lambda: first.look() is not None, self._programs, _READY_S)
-
-            def late(version: int) -> Engine | None:
-                return self._late(version, bare, address, late_port, worker)
-
-            loop = Loop(profile, policy, worker, [first], self._programs, account, late)
+            late = LateEngine(
+                lambda: self._start(_LATE, bare, address, late_port),
+                list(self._programs),
+                account,
+                starts_at=FIRST_VERSION + profile.late_after,
+                joins_by=FIRST_VERSION + profile.versions // 2,
+            )
+            before = self._shown(first)
             account.title("training")
+            loop = Loop(profile, policy, worker, [first], self._programs, account, late)
             last = loop.run()
-            loop.show_answer(last)
+            account.changes(FIRST_VERSION, before, last, self._shown(first))
             account.title("proof")
-            greedy = {engine.replica: self._greedy(engine, last) for engine in loop.engines}
+            with ThreadPoolExecutor(len(loop.engines)) as pool:  # each engine one request at a time
+                found = list(pool.map(lambda engine: self._greedy(engine, last), loop.engines))
+            greedy = {engine.replica: answers for engine, answers in zip(loop.engines, found, strict=True)}
             saved = save(policy, checkpoint, self._folder / "saved")
-            moved = same_memory(where, {name: tensor.data_ptr() for name, tensor in policy.tensors().items()})
-        for program in reversed(self._programs):  # the engines first: cores and memory for the fresh one
-            self._children.stop(program)
-        fresh = self._fresh(saved)
-        filled = None if self._newcomer is None else self._newcomer.first
-        checks = [
-            reward_rose([step.reward for step in loop.steps], profile.margin),
-            versions_known(loop.steps),
-            engines_followed(loop.steps, _FIRST, _LATE),
-            late_one_filled_from_first(filled, _FIRST),
-            moved,
-            *(same_answers(name, greedy.get(name, []), fresh) for name in (_FIRST, _LATE)),
-        ]
-        account.checks(checks)
-        write_record(profile.name, loop.steps, checks)
-        return checks
+            return Trained(loop.steps, greedy, late.first_fill, saved, same_memory(where, addresses(policy)))
 
-    def _start(self, replica: str, bare: Path, address: str, port: int) -> Engine:
+    def _start(self, replica: str, bare: Path, address: str, port: int) -> tuple[Engine, Child]:
         """Start an engine on a core of its own, as far as there are cores."""
         core = cores()[(len(self._programs) - 1) % len(cores())]
-        self._programs.append(start_engine(self._children, replica, bare, address, port, core))
-        return Engine(replica, port, timeout_s=_READY_S)
+        program = start_engine(self._children, replica, bare, address, port, core)
+        self._programs.append(program)
+        return Engine(replica, port, timeout_s=_READY_S), program
 
-    def _late(self, version: int, bare: Path, address: str, port: int, worker: Any) -> Engine | None:
-        """Start the second engine when it is time; return it once, when it is ready.
-
-        Training goes on while it starts. It is waited for only from the moment its memory is filled.
-        """
-        if self._newcomer is None:
-            if version >= self._profile.joins_at:
-                self._newcomer = Newcomer(self._start(_LATE, bare, address, port))
-                self._account.fact(_LATE, "is started now, while training goes on")
-            return None
-        newcomer = self._newcomer
-        if newcomer.joined:
-            return None
-        last = FIRST_VERSION + self._profile.versions - 1
-        filled = any(_LATE in row.replicas for row in worker.versions())
-        if newcomer.first is None and (filled or version > last - self._profile.versions // 2):
-            wait_until(f"{_LATE} is ready", lambda: newcomer.first is not None, self._programs, _READY_S)
-        if newcomer.first is None:
-            return None
-        newcomer.joined = True
-        source = ", ".join(newcomer.first.sources)
+    def _introduce(self, policy: Policy, bare: Path) -> None:
+        """Say who takes part."""
+        tensors, profile = policy.tensors().values(), self._profile
+        count, size = sum(tensor.numel() for tensor in tensors), sum(tensor.nbytes for tensor in tensors)
         self._account.fact(
-            _LATE,
-            f"has joined with version {newcomer.first.version}: {megabytes(newcomer.first.total_bytes)} from {source}",
+            "trainer",
+            f"{count / 1e6:.1f} M parameters, {megabytes(size)}, published in place from {len(tensors)} live tensors",
         )
-        return newcomer.engine
+        self._account.fact("reward", profile.rule.says)
+        self._account.fact("prompt", f"{profile.instruction!r} + a question; {profile.group} answers each")
+        self._account.fact(_FIRST, f"starts without a weight file: {bare.name}/ holds config and tokenizer only")
+
+    def _shown(self, engine: Engine) -> list[Answer]:
+        """Return the likeliest answers to some prompts."""
+        return [engine.ask(self._profile.greedy(prompt))[0] for prompt in self._profile.prompts[:_SHOWN]]
 
     def _greedy(self, engine: Engine, version: int) -> list[Greedy]:
         """Ask for temperature-0 answers, one request at a time."""
@@ -158,22 +166,6 @@ class Session:
         ]
 
 
-class Newcomer:
-    """An engine that is starting: a thread notes what it says first, before it follows the trainer any further."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.first: Report | None = None
-        self.joined = False
-        self._deadline = time.monotonic() + _READY_S
-        threading.Thread(target=self._watch, name="newcomer", daemon=True).start()
-
-    def _watch(self) -> None:
-        while self.first is None and time.monotonic() < self._deadline:
-            self.first = self.engine.look()
-            time.sleep(0.05)
-
-
 def load_policy(profile: Profile, checkpoint: Path) -> Policy:
     """Load the model that is trained: live parameters in bfloat16, masters in float32."""
     from transformers import AutoModelForCausalLM
@@ -192,7 +184,6 @@ def save(policy: Policy, checkpoint: Path, folder: Path) -> Path:
     return folder
 
 
-def _described(tensors: dict[str, torch.Tensor]) -> str:
-    count = sum(tensor.numel() for tensor in tensors.values())
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    return f"{count / 1e6:.1f} M parameters, {megabytes(size)}, published in place from {len(tensors)} live tensors"
+def addresses(policy: Policy) -> dict[str, int]:
+    """Return where each live parameter is."""
+    return {name: tensor.data_ptr() for name, tensor in policy.tensors().items()}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from demo.engines import Engine, Request, read_report
+from demo.engines import Engine, FirstFill, Request, read_first_fill, read_report
 from demo.processes import DemoError
 
 VERSION = {
@@ -142,3 +142,16 @@ def test_look() -> None:
     assert engine.look() is None, "nobody listens any more"
     with pytest.raises(DemoError, match="did not answer"):
         engine._post("/v1/chat/completions", {})
+
+
+LOG = """(APIServer pid=1) INFO 11-29 18:21:40 [api_utils.py:286] non-default args: {'replica': 'rollout-2'}
+(Worker pid=2) INFO 11-29 18:21:51 [loader.py:167] shard 0 of 1 of 'rollout-2' serves version 7 from rollout-1 \
+(269030016 bytes, digest 46e9eed33e126af4c97c3454837b57a1)
+(APIServer pid=1) INFO 11-29 18:22:00 [http.py:91] swapped to version 8 from trainer (drain 0.024 s, total 0.432 s)
+"""
+
+
+def test_an_engine_says_in_its_log_what_it_started_with() -> None:
+    assert read_first_fill(LOG, "rollout-2") == FirstFill(7, "rollout-1", 269030016)
+    assert read_first_fill(LOG, "rollout-1") is None
+    assert read_first_fill(LOG.splitlines()[0], "rollout-2") is None

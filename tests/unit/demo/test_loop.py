@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -84,10 +83,22 @@ class FakeEngine(Engine):
         return Answer(self.replica, request.prompt, text, True, prompt, answer, (), version, version)
 
 
+class FakeNewcomer:
+    """Let a second engine join at a version; note when it was waited for."""
+
+    def __init__(self, world: World, joins_at: int | None) -> None:
+        self._world, self._joins_at = world, joins_at
+
+    def join(self, version: int) -> Engine | None:
+        return FakeEngine("rollout-2", self._world) if version == self._joins_at else None
+
+    def hold(self) -> None:
+        self._world.log.append(f"hold {self._world.published}")
+
+
 def trained(profile: Profile, joins_at: int | None = 4) -> tuple[Loop, World, str]:
     policy = Policy(TinyModel(), profile.recipe)
     world, output = World(policy), io.StringIO()
-    newcomers: Iterator[FakeEngine] = iter([FakeEngine("rollout-2", world)])
     account = Account(Console(file=output, width=200))
     loop = Loop(
         profile=profile,
@@ -96,7 +107,7 @@ def trained(profile: Profile, joins_at: int | None = 4) -> tuple[Loop, World, st
         engines=[FakeEngine("rollout-1", world)],
         programs=[],
         account=account,
-        late=lambda version: next(newcomers) if version == joins_at else None,
+        late=FakeNewcomer(world, joins_at),
     )
     world.publish(FIRST_VERSION)
     last = loop.run()
@@ -112,7 +123,7 @@ def run() -> tuple[Loop, World, str]:
 def test_it_publishes_every_version_once_and_in_order(run: tuple[Loop, World, str]) -> None:
     expected = ["publish 1"]
     for version in range(1, PROFILE.versions + 1):
-        expected += [f"unpublish {version}", f"publish {version + 1}"]
+        expected += [f"hold {version}", f"unpublish {version}", f"publish {version + 1}"]
     assert run[1].log == expected
 
 

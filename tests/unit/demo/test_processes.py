@@ -106,6 +106,20 @@ def test_a_program_that_ends_is_noticed_with_its_last_words(tmp_path: Path) -> N
             wait_until("the hub listens", lambda: False, [child], 20.0)
 
 
+def test_the_cause_far_above_the_end_is_shown(tmp_path: Path) -> None:
+    program = (
+        "print('ready soon'); print('NameError: the cause'); [print('page', n) for n in range(99)]\n"
+        "print('RuntimeError: see above'); raise SystemExit(1)"
+    )
+    with Children(tmp_path) as children:
+        child = children.start("engine", [sys.executable, "-c", program])
+        child.wait(20.0)
+        lines = child.tail().splitlines()
+    assert lines[0].strip() == "NameError: the cause"
+    assert lines[-1].strip() == "RuntimeError: see above"
+    assert len(lines) < 20
+
+
 def test_a_deadline_shows_what_was_waited_for(tmp_path: Path) -> None:
     with Children(tmp_path) as children:
         child = children.start(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from demo.engines import Answer, Report
+from demo.engines import Answer, FirstFill, Report
 from demo.proof import (
     LOGPROB_TOLERANCE,
     Greedy,
@@ -77,9 +77,8 @@ def test_engines_followed() -> None:
 
 
 def test_the_late_engine_filled_from_the_first() -> None:
-    assert late_one_filled_from_first(report(4, "rollout-1"), "rollout-1").held
-    assert not late_one_filled_from_first(report(4, "trainer"), "rollout-1").held
-    assert not late_one_filled_from_first(report(4, "rollout-1", "trainer"), "rollout-1").held
+    assert late_one_filled_from_first(FirstFill(4, "rollout-1", 100), "rollout-1").held
+    assert not late_one_filled_from_first(FirstFill(4, "trainer", 100), "rollout-1").held
     assert not late_one_filled_from_first(None, "rollout-1").held
 
 
