@@ -55,7 +55,7 @@ from tensorhub_core.client.sums import pack_sums
 from tensorhub_core.clock import Deadline
 from tensorhub_core.errors import TensorHubError
 from tensorhub_core.layout.canonical import digest_of
-from tensorhub_core.layout.plan import ReadPlan, plan_read
+from tensorhub_core.layout.plan import ReadPlan
 from tensorhub_core.observe.counters import WorkerCounters
 from tensorhub_core.observe.log import get_logger
 from tensorhub_core.state.messages import Announce, PutBlob, Reply, Request, Welcome
@@ -249,7 +249,7 @@ class RoundDriver:
         try:
             accesses = self._parts.book.access(state.sources, prefixes, self._deadline)
             layouts, sums = [access.layout for access in accesses], [access.sums for access in accesses]
-            plan = plan_read(self._parts.memory.layout, layouts, sums)
+            plan = self._parts.memory.plan_read(layouts, sums)
         except SourceFault as fault:
             get_logger("client").warning("cannot read from %s: %s", self._replica_of(fault.lease), fault.error)
             return self.post(PlanFailed(fault.error, fault.lease))

@@ -98,13 +98,21 @@ class Worker:
 
     # --- holding ----------------------------------------------------------------------------------------------------
 
-    def register(self, tensors: Tensors, boxes: Mapping[str, Sequence[Box]] | None = None, *, tag: str = "") -> None:
+    def register(
+        self,
+        tensors: Tensors,
+        boxes: Mapping[str, Sequence[Box]] | None = None,
+        *,
+        tag: str = "",
+        shapes: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
         """Register the worker's tensors: their memory is pinned and filled or read in place from now on.
 
         `tensors`: a mapping or an iterable of (name, tensor), torch (CPU, CUDA) or numpy; kept alive until `close()`.
         `boxes`: where regions of logical tensors lie in these; without, each tensor is the logical one of its name. A
-        `tag` says that the bytes are in a processed form that only an equal layout can read. Raises RegistrationError
-        naming the tensor, StateError while a version is published.
+        `tag` says that the bytes are in a processed form that only an equal layout can read. `shapes`: of the logical
+        tensors that the boxes lie in; a version with others is refused. Raises RegistrationError naming the tensor,
+        StateError while a version is published.
         """
         with self._exclusively("register"):
             self._holding.check_register()
@@ -114,6 +122,7 @@ class Worker:
                 shard=self._identity.shard,
                 num_shards=self._identity.num_shards,
                 tag=tag,
+                shapes=shapes,
                 segment_bytes=self._config.segment_bytes,
             )
             deadline = self._deadline(None)

@@ -27,7 +27,8 @@ _LOG_EVERY_S = 5.0
 class EngineShard:
     """Hold one rank's worker and its memory. One call at a time, from the thread that the engine runs its model on.
 
-    `fit` says how the memory is described; `staging` fills what boxes cannot describe. `now` returns monotonic seconds.
+    `fit` says how the memory is described; `staging` fills what boxes cannot describe. `timeout_s` is what an update may
+    take. `now` returns monotonic seconds.
     """
 
     memory: EngineMemory
@@ -35,6 +36,7 @@ class EngineShard:
     fit: Fit
     staging: Staging | None
     shard: int
+    timeout_s: float
     log: Log
     now: Callable[[], float]
     _held: Version | None = field(default=None, init=False)
@@ -61,10 +63,10 @@ class EngineShard:
         self._served, self._offered, self._source = version, True, "disk"
         self._note_digest()
 
-    def update(self, version: int | Literal["latest"], timeout_s: float | None) -> ShardReport:
+    def update(self, version: int | Literal["latest"], timeout_s: float | None = None) -> ShardReport:
         """Bring the memory to a version together with the engine's other ranks."""
         try:
-            self._take(version, timeout_s, first=False)
+            self._take(version, timeout_s or self.timeout_s, first=False)
         except Exception as error:
             self._recover()
             return self.report(error)
@@ -190,7 +192,8 @@ class EngineShard:
         if processed:
             self.worker.register(self.fit.tensors, tag=f"processed:{self.memory.key}")
         else:
-            self.worker.register(self.fit.tensors, self.fit.boxes, tag=self.fit.tag)
+            shapes = {source.name: source.shape for source in self.fit.sources}
+            self.worker.register(self.fit.tensors, self.fit.boxes, tag=self.fit.tag, shapes=shapes)
 
     def _note_digest(self) -> None:
         digest = self.worker.digest

@@ -79,12 +79,9 @@ def rank_and_count() -> tuple[int, int]:
     return pp.rank_in_group * tp.world_size + tp.rank_in_group, tp.world_size * pp.world_size
 
 
-def from_first_rank(value: Any) -> Any:
-    """Return rank 0's value on every rank of the engine."""
-    from vllm.distributed import get_world_group
-
-    group = get_world_group()
-    return group.broadcast_object(value, src=0) if group.world_size > 1 else value
+def from_first_rank(text: str) -> str:
+    """Return rank 0's text, of at most `_MAX_TEXT_BYTES`, on every rank of the engine."""
+    return _from_all_ranks(text)[0]
 
 
 def process(model: torch.nn.Module, vllm_config: Any, model_config: Any, device: torch.device) -> None:

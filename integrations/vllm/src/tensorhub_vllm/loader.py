@@ -75,7 +75,7 @@ class TensorHubLoader(DefaultModelLoader):
             yield name, tensor
 
     def _start(self, session: HubSession, memory: LoadedWeights, model_config: Any) -> EngineShard:
-        if self._config.bootstrap and compat.from_first_rank(session.nothing_there()):
+        if self._config.bootstrap and compat.from_first_rank("load" if session.nothing_there() else "fill") == "load":
             logger.info("no version of %r anywhere: loading from disk as version 0", self._config.model)
             self.load_weights(memory.model, model_config)
             return session.publish_first(memory, self._seen)
@@ -145,7 +145,9 @@ class HubSession:
 
     def _shard(self, memory: LoadedWeights, described: Fit) -> EngineShard:
         staging = Staging(lambda: self._connect("/staging"), described.sources) if described.staged else None
-        return EngineShard(memory, self._connect(), described, staging, self.shard, logger.info, time.monotonic)
+        return EngineShard(
+            memory, self._connect(), described, staging, self.shard, self.timeout_s, logger.info, time.monotonic
+        )
 
     def _connect(self, suffix: str = "") -> Worker:
         return connect(
@@ -179,4 +181,4 @@ class HubSession:
 def unique_replica(config: WeightSourceConfig) -> str:
     """Return the replica's name, the same on every rank of the engine."""
     name = config.replica or f"vllm-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    return str(compat.from_first_rank(name))
+    return compat.from_first_rank(name)

@@ -90,11 +90,7 @@ class TensorHubTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if shard is None:
             raise StateError("call init_weight_transfer_engine first")
         version = check_version(update_info.version)
-        steps: tuple[Callable[[], ShardReport], ...] = (
-            lambda: shard.update(version, None),
-            shard.process,
-            shard.publish,
-        )
+        steps: tuple[Callable[[], ShardReport], ...] = (lambda: shard.update(version), shard.process, shard.publish)
         for step in steps:
             report = step()
             if not report.ok:
