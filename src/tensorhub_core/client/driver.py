@@ -7,7 +7,7 @@ import dataclasses
 import queue
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,13 +55,17 @@ from tensorhub_core.client.sums import pack_sums
 from tensorhub_core.clock import Deadline
 from tensorhub_core.errors import TensorHubError
 from tensorhub_core.layout.canonical import digest_of
-from tensorhub_core.layout.plan import ReadPlan
+from tensorhub_core.layout.plan import ReadPlan, plan_read
+from tensorhub_core.layout.types import Layout
 from tensorhub_core.observe.counters import WorkerCounters
 from tensorhub_core.observe.log import get_logger
 from tensorhub_core.state.messages import Announce, PutBlob, Reply, Request, Welcome
 
 ProgressCallback = Callable[[int, int, str], None]
 """Called with (done_bytes, total_bytes, source_replica)."""
+
+CheckCallback = Callable[[Sequence[Layout]], None]
+"""Called with the layouts of a version's sources before anything is written; raises LayoutMismatch to refuse it."""
 
 _POLL_S = 0.005
 _IDLE_S = 0.25
@@ -91,6 +95,7 @@ class RoundParts:
     executor: Executor
     withdraw: Callable[[Callable[[BaseException | None], None]], None]
     counters: WorkerCounters
+    check: CheckCallback | None = None
 
 
 class ReadProgress:
@@ -249,7 +254,9 @@ class RoundDriver:
         try:
             accesses = self._parts.book.access(state.sources, prefixes, self._deadline)
             layouts, sums = [access.layout for access in accesses], [access.sums for access in accesses]
-            plan = self._parts.memory.plan_read(layouts, sums)
+            if self._parts.check is not None and layouts != [self._parts.memory.layout]:
+                self._parts.check(layouts)
+            plan = plan_read(self._parts.memory.layout, layouts, sums)
         except SourceFault as fault:
             get_logger("client").warning("cannot read from %s: %s", self._replica_of(fault.lease), fault.error)
             return self.post(PlanFailed(fault.error, fault.lease))

@@ -15,13 +15,10 @@ from tensorhub_core.client.device import device_bytes
 from tensorhub_core.client.regions import Span, coalesce
 from tensorhub_core.client.sums import segment_sums
 from tensorhub_core.client.tensors import Tensors, View, check_geometry, named_tensors, view_of
-from tensorhub_core.errors import LayoutMismatch, RegistrationError
+from tensorhub_core.errors import RegistrationError
 from tensorhub_core.ids import Digest
 from tensorhub_core.layout.canonical import build_layout, digest_of, encode_layout
-from tensorhub_core.layout.match import mismatch
-from tensorhub_core.layout.plan import ReadPlan, plan_read
 from tensorhub_core.layout.segments import SegmentTable, segment_table
-from tensorhub_core.layout.shapes import shape_differences
 from tensorhub_core.layout.types import Box, Layout, Placement, TensorSpec
 from tensorhub_core.transport.base import Region
 
@@ -68,11 +65,9 @@ class RegisteredMemory:
         shard: int = 0,
         num_shards: int = 1,
         tag: str = "",
-        shapes: Mapping[str, Sequence[int]] | None = None,
         segment_bytes: int = 4 << 20,
     ) -> None:
         """Describe the tensors; raises RegistrationError naming the one that cannot be registered."""
-        self._shapes = {name: tuple(shape) for name, shape in (shapes or {}).items()}
         self._tensors = named_tensors(tensors)
         self._views = {name: view_of(name, tensor) for name, tensor in self._tensors.items()}
         groups = check_geometry(self._views)
@@ -115,19 +110,6 @@ class RegisteredMemory:
     def portable(self) -> bool:
         """Tell whether readers of another layout may read this one through boxes."""
         return not self.layout.tag
-
-    def plan_read(self, sources: Sequence[Layout], sums: Sequence[NDArray[np.uint64]]) -> ReadPlan:
-        """Plan how this memory is filled; raises LayoutMismatch listing all differences, shapes included."""
-        differences = [] if list(sources) == [self.layout] else shape_differences(sources, self._shapes)
-        try:
-            plan = plan_read(self.layout, sources, sums)
-        except LayoutMismatch as error:
-            if not differences:
-                raise
-            raise mismatch([*differences, *error.differences]) from None
-        if differences:
-            raise mismatch(differences)
-        return plan
 
     def regions(self) -> list[Region]:
         """Return the few regions of memory to register with a transport."""

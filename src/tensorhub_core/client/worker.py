@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tensorhub_core.client.access import SourceBook
 from tensorhub_core.client.drain import Drain, error_of
-from tensorhub_core.client.driver import ProgressCallback, RoundDriver, RoundParts
+from tensorhub_core.client.driver import CheckCallback, ProgressCallback, RoundDriver, RoundParts
 from tensorhub_core.client.holding import Holding
 from tensorhub_core.client.identity import Identity, checked
 from tensorhub_core.client.mailbox import Mailbox
@@ -98,21 +98,13 @@ class Worker:
 
     # --- holding ----------------------------------------------------------------------------------------------------
 
-    def register(
-        self,
-        tensors: Tensors,
-        boxes: Mapping[str, Sequence[Box]] | None = None,
-        *,
-        tag: str = "",
-        shapes: Mapping[str, Sequence[int]] | None = None,
-    ) -> None:
+    def register(self, tensors: Tensors, boxes: Mapping[str, Sequence[Box]] | None = None, *, tag: str = "") -> None:
         """Register the worker's tensors: their memory is pinned and filled or read in place from now on.
 
         `tensors`: a mapping or an iterable of (name, tensor), torch (CPU, CUDA) or numpy; kept alive until `close()`.
         `boxes`: where regions of logical tensors lie in these; without, each tensor is the logical one of its name. A
-        `tag` says that the bytes are in a processed form that only an equal layout can read. `shapes`: of the logical
-        tensors that the boxes lie in; a version with others is refused. Raises RegistrationError naming the tensor,
-        StateError while a version is published.
+        `tag` says that the bytes are in a processed form that only an equal layout can read. Raises RegistrationError
+        naming the tensor, StateError while a version is published.
         """
         with self._exclusively("register"):
             self._holding.check_register()
@@ -122,7 +114,6 @@ class Worker:
                 shard=self._identity.shard,
                 num_shards=self._identity.num_shards,
                 tag=tag,
-                shapes=shapes,
                 segment_bytes=self._config.segment_bytes,
             )
             deadline = self._deadline(None)
@@ -188,18 +179,20 @@ class Worker:
         timeout_s: float | None = None,
         progress: ProgressCallback | None = None,
         publish: bool = True,
+        check: CheckCallback | None = None,
     ) -> Version:
         """Fill the registered memory with a version from peers and become a holder of it; return the version.
 
         Waits for the version to exist. `progress(done_bytes, total_bytes, source_replica)` is called from the executor
         thread at most ten times a second. `publish=False`: neither the copy nor a part of it is offered to anyone.
+        `check(layouts)` may refuse sources of other layouts by raising LayoutMismatch, before anything is withdrawn.
         Raises LayoutMismatch before a byte is written, VersionUnavailable, CorruptTransfer, DeadlineExceeded after
         `timeout_s`; if the memory was touched by then, it is dirty and `version` None.
         """
         want = wanted(version)
         with self._exclusively("replicate"):
             self._holding.check_replicate()
-            return self._round("replicate", want, timeout_s, progress, publish)
+            return self._round("replicate", want, timeout_s, progress, publish, check)
 
     def update(
         self,
@@ -207,6 +200,7 @@ class Worker:
         timeout_s: float | None = None,
         progress: ProgressCallback | None = None,
         publish: bool = True,
+        check: CheckCallback | None = None,
     ) -> Version:
         """Replace what the memory holds by a version if it is another one; return the version held then.
 
@@ -216,7 +210,7 @@ class Worker:
         want = wanted(version)
         with self._exclusively("update"):
             self._holding.check_update()
-            return self._round("update", want, timeout_s, progress, publish)
+            return self._round("update", want, timeout_s, progress, publish, check)
 
     def wait(self, newer_than: int | None = None, timeout_s: float | None = None) -> Version:
         """Wait until a whole version newer than `newer_than` is available (None: any) and return it; moves nothing.
@@ -297,7 +291,13 @@ class Worker:
         return memory
 
     def _round(
-        self, mode: Mode, want: int | None, timeout_s: float | None, progress: ProgressCallback | None, offer: bool
+        self,
+        mode: Mode,
+        want: int | None,
+        timeout_s: float | None,
+        progress: ProgressCallback | None,
+        offer: bool,
+        check: CheckCallback | None,
     ) -> Version:
         deadline, holding = self._deadline(timeout_s), self._holding
         memory = self._served_memory(deadline)
@@ -307,7 +307,8 @@ class Worker:
         number = self._next_round[1] if self._next_round[0] == life else welcome.next_round
         have = None if holding.dirty else holding.held
         state = RoundState(number, want, mode, have, offer, deadline.at_s, holding.published or holding.draining)
-        parts = RoundParts(self._session, memory, self._book, self._resources.executor, self._withdraw, self.counters)
+        executor = self._resources.executor
+        parts = RoundParts(self._session, memory, self._book, executor, self._withdraw, self.counters, check)
         driver = RoundDriver(state, parts, life, deadline, progress)
         self._mailbox.attach(driver)
         try:

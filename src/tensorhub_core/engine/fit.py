@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -35,6 +36,9 @@ class EngineMemory(Protocol):
     def missing(self, untouched: Sequence[str]) -> Sequence[str]:
         """Name those of `untouched` that have to come from the source."""
 
+    def borrowed(self) -> AbstractContextManager[None]:
+        """Let the model have its loaded form inside the block, and what it computes with again after it."""
+
     def process(self) -> None:
         """Make the engine compute with what `parameters()` hold now."""
 
@@ -65,6 +69,16 @@ class Fit:
         """Write the constants that the engine's own loading writes where no tensor lies."""
         for view, value in self.padding:
             view.fill_(value)
+
+    def check(self, memory: EngineMemory, sources: Sequence[LogicalTensor]) -> None:
+        """Raise LayoutMismatch unless loading these tensors fills the memory just as it was described."""
+        if sources == self.sources:
+            return
+        with memory.borrowed():
+            other = fit_logical(memory, sources)
+        if other.boxes != self.boxes:
+            raise LayoutMismatch("this version's tensors would be laid out differently in the engine: restart it")
+        self.sources = sources
 
 
 def fit(memory: EngineMemory, held: Sequence[Held]) -> Fit:

@@ -8,16 +8,18 @@ first one that raises.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from tensorhub_core.client.versions import Version
 from tensorhub_core.client.worker import Worker
 from tensorhub_core.engine.fit import EngineMemory, Fit
+from tensorhub_core.engine.logical import logical_tensors
 from tensorhub_core.engine.staging import Staging
 from tensorhub_core.engine.steps import ShardReport
 from tensorhub_core.errors import StateError, TensorHubError
+from tensorhub_core.layout.types import Layout
 
 Log = Callable[[str], None]
 _LOG_EVERY_S = 5.0
@@ -27,8 +29,8 @@ _LOG_EVERY_S = 5.0
 class EngineShard:
     """Hold one rank's worker and its memory. One call at a time, from the thread that the engine runs its model on.
 
-    `fit` says how the memory is described; `staging` fills what boxes cannot describe. `timeout_s` is what an update may
-    take. `now` returns monotonic seconds.
+    `fit` says how the memory is described; `staging` fills what boxes cannot describe. `timeout_s`: of one update.
+    `now` returns monotonic seconds.
     """
 
     memory: EngineMemory
@@ -124,7 +126,7 @@ class EngineShard:
             self._take_in_place(version, timeout_s, first=first)
         else:
             call = self.worker.replicate if first else self.worker.update
-            self._took(call(version, timeout_s, self._progress, True), offered=True)
+            self._took(call(version, timeout_s, self._progress, True, self._check), offered=True)
 
     def _took(self, got: Version, *, offered: bool) -> None:
         """Note a finished round; the engine computes with the old bytes until they are processed."""
@@ -140,7 +142,7 @@ class EngineShard:
             self.worker.unpublish(timeout_s)
             self._offered = False
             self._register(processed=False)
-        got = self.worker.replicate(version, timeout_s, self._progress, False)
+        got = self.worker.replicate(version, timeout_s, self._progress, False, self._check)
         self._held = None
         self._took(got, offered=False)
 
@@ -154,6 +156,15 @@ class EngineShard:
             self._offered, self._held, self._served = False, None, None
             self.memory.load(weights)
         self._held, self._digest = got, digest
+
+    def _check(self, layouts: Sequence[Layout]) -> None:
+        """Have the engine's own loading judge a version before a byte of it moves.
+
+        Boxes alone do not tell that a tensor is larger than the part that is taken, or that a layer is left over.
+        """
+        if self.fit.tag:
+            return
+        self.fit.check(self.memory, logical_tensors(layouts))
 
     def _recover(self) -> None:
         """After a failed update, find out what the memory still holds, and offer it again if it is whole."""
@@ -192,8 +203,7 @@ class EngineShard:
         if processed:
             self.worker.register(self.fit.tensors, tag=f"processed:{self.memory.key}")
         else:
-            shapes = {source.name: source.shape for source in self.fit.sources}
-            self.worker.register(self.fit.tensors, self.fit.boxes, tag=self.fit.tag, shapes=shapes)
+            self.worker.register(self.fit.tensors, self.fit.boxes, tag=self.fit.tag)
 
     def _note_digest(self) -> None:
         digest = self.worker.digest

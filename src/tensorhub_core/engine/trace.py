@@ -7,6 +7,7 @@ construction: fusing, sharding, padding and replication are the engine's own ari
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -103,8 +104,12 @@ def _needs_data(error: Exception) -> bool:
 
 
 def _told(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return f"{type(error).__name__}: {text}" if isinstance(error, KeyError) else text
+    """Return the loader's own words, or the line that failed if it has none."""
+    text = str(error).strip()
+    if not text:
+        frames = traceback.extract_tb(error.__traceback__)
+        text = frames[-1].line or "" if frames else ""
+    return text if text and not isinstance(error, KeyError) else f"{type(error).__name__}: {text}"
 
 
 def _culprits(
@@ -246,6 +251,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         target = self._target(names, dest)
         if target is None or dest.numel() == 0:
             return
+        if source.shape != dest.shape:
+            torch.empty(source.shape, device="meta").expand(dest.shape)  # raises if the copy would
         self._order += 1
         try:
             for logical, piece in self._resolve(_storage(source), _strided(source), target.base, _strided(dest)):

@@ -19,9 +19,9 @@ os.environ.update(
 # In this process, binding threads would also bind the test's own threads to one core.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
-from tensorhub_core import Server, serve  # noqa: E402
+from tensorhub_core import Server, serve
 
-from .models import Checkpoints  # noqa: E402
+from .models import Checkpoints
 
 
 @pytest.fixture(scope="session")

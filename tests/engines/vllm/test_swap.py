@@ -1,4 +1,4 @@
-"""Engines that fill from peers and swap in place answer like engines that loaded the checkpoint: tokens and logprobs."""
+"""Engines that fill from peers and swap in place answer like fresh ones from the checkpoint: tokens and logprobs."""
 
 from __future__ import annotations
 

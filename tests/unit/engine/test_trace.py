@@ -222,6 +222,32 @@ def test_all_tensors_that_do_not_fit_are_listed() -> None:
     assert "expected (4, 3)" in result.differences[0]
 
 
+def test_a_source_that_is_too_large_is_a_difference_and_one_that_would_be_repeated_an_obstacle() -> None:
+    def load(params: dict[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, weight in weights:
+            params["w"].copy_(weight)
+
+    assert run(load, {"w": (4, 3)}, {"w": (4, 6)}).differences
+    assert run(load, {"w": (1, 3)}, {"w": (4, 3)}).differences
+    repeated = run(load, {"w": (4, 3)}, {"w": (1, 3)})
+    assert not repeated.differences
+    assert repeated.obstacles
+
+
+def test_other_dtypes_are_differences_with_or_without_other_ones() -> None:
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            assert weight.shape == params[name].shape, "another shape"
+            params[name].copy_(weight)
+
+    params = {"a": torch.zeros(2, dtype=torch.bfloat16), "b": torch.zeros(2, dtype=torch.bfloat16)}
+    sources = [LogicalTensor("a", "float32", (2,)), LogicalTensor("b", "bfloat16", (2,))]
+    only_dtype = trace(load, params, sources)
+    assert only_dtype.differences == ("dtype of 'a': the engine has bfloat16, the version has float32",)
+    both = trace(load, params, [sources[0], LogicalTensor("b", "bfloat16", (3,))])
+    assert len(both.differences) == 2
+
+
 def layout(shard: int, *specs: TensorSpec, tag: str = "") -> Layout:
     return Layout(shard, 2, specs, tuple((i,) for i in range(len(specs))), tag)
 
