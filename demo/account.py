@@ -50,7 +50,9 @@ class Account:
 
     def changes(self, old: int, before: Sequence[Answer], new: int, after: Sequence[Answer]) -> None:
         """Show what a version answers beside what an earlier one did."""
-        table = Table("prompt", f"version {old}", f"version {new}", show_lines=True)
+        table = Table(show_lines=True)
+        for head in ("prompt", f"version {old}", f"version {new}"):
+            table.add_column(head, overflow="fold")
         for was, now in zip(before, after, strict=True):
             table.add_row(escape(now.prompt), escape(_shown(was)), escape(_shown(now)))
         self._console.print(table)

@@ -57,12 +57,16 @@ class Loop:
 
     def run(self) -> int:
         """Train through all versions; returns the last one published, which nobody trained on yet."""
-        version = FIRST_VERSION
-        with ThreadPoolExecutor(max_workers=self.profile.prompts_at_once) as pool:
-            for version in range(FIRST_VERSION, FIRST_VERSION + self.profile.versions):
+        last = FIRST_VERSION + self.profile.versions
+        pool = ThreadPoolExecutor(max_workers=self.profile.prompts_at_once)
+        try:
+            for version in range(FIRST_VERSION, last):
                 self._step(version, pool)
-        self.wait_for_engines(version + 1)
-        return version + 1
+        finally:
+            # When the run is broken off, requests end with their engine: not waited for here.
+            pool.shutdown(wait=False, cancel_futures=True)
+        self.wait_for_engines(last)
+        return last
 
     def wait_for_engines(self, version: int) -> dict[str, Report]:
         """Wait until every engine serves `version`; returns what they say about it."""

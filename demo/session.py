@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,9 +109,7 @@ class Session:
             last = loop.run()
             account.changes(FIRST_VERSION, before, last, self._shown(first))
             account.title("proof")
-            with ThreadPoolExecutor(len(loop.engines)) as pool:  # each engine one request at a time
-                found = list(pool.map(lambda engine: self._greedy(engine, last), loop.engines))
-            greedy = {engine.replica: answers for engine, answers in zip(loop.engines, found, strict=True)}
+            greedy = {engine.replica: self._greedy(engine, last) for engine in loop.engines}
             saved = save(policy, checkpoint, self._folder / "saved")
             return Trained(loop.steps, greedy, late.first_fill, saved, same_memory(where, addresses(policy)))
 
