@@ -125,6 +125,7 @@ def main(names: list[str]) -> int:
     if unknown:
         print(f"unknown phase {unknown[0]!r}; there are: {', '.join(known)}", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the phase is ended too
     RESULTS.mkdir(parents=True, exist_ok=True)
     outcomes = [run_phase(phase) for phase in PHASES if not names or phase.name in names]
     print("\n=== summary")

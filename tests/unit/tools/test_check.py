@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -94,3 +95,24 @@ def test_one_failing_phase_fails_the_run_and_the_others_still_run(
     assert check.main(["first", "third"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "2 passed, 0 failed, 0 skipped"
     assert check.main(["fourth"]) == 2
+
+
+def test_a_run_that_is_terminated_ends_its_phase(tmp_path: Path) -> None:
+    sleeper = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom tools import check\n"
+        f"check.RESULTS = Path({str(tmp_path)!r})\n"
+        f"check.PHASES = (check.Phase('p', (sys.executable, '-c', {sleeper!r}), 300),)\n"
+        "check.main([])\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", program], stdout=subprocess.PIPE, text=True, cwd=check.ROOT
+    ) as run:
+        assert run.stdout is not None
+        child = next(int(line) for line in run.stdout if line.strip().isdigit())
+        run.terminate()
+        assert run.wait(timeout=30) == 143
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
