@@ -1,10 +1,11 @@
 """Check the bytes of reads against their source's checksums, and copy staged ones to where they belong.
 
-A thread of its own does it, beside the one that moves bytes: hashing gives up the interpreter lock.
+Threads of their own do it, beside the one that moves bytes: hashing large pieces gives up the interpreter lock.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -23,7 +24,9 @@ from tensorhub_core.layout.scatter import scatter_bytes
 from tensorhub_core.layout.segments import segment_box
 
 ChecksumDevice = Callable[[str, int, int], int]
-"""Return the xxh3_64 of device memory: (device, address, length_bytes) -> checksum. Called on the verifying thread."""
+"""Return the xxh3_64 of device memory: (device, address, length_bytes) -> checksum. Called on verifying threads."""
+
+_MOST_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,8 @@ class Checker:
                 if right[at]:
                     self._scatter(int(reads[at]), segment)
             return Checked(landed, right)
-        runs = zip(plan.storage[reads].tolist(), plan.offset_bytes[reads].tolist(), lengths, strict=True)
+        storages, offsets = plan.storage[reads].tolist(), plan.offset_bytes[reads].tolist()
+        runs = zip(storages, offsets, lengths, strict=True)
         right[:] = [self._digest(*run) == want for run, want in zip(runs, expected, strict=True)]
         return Checked(landed, right)
 
@@ -120,22 +124,31 @@ class Checker:
 
 
 class Verifier:
-    """One thread that checks what has landed, in order; results go to `deliver`, on that thread."""
+    """Threads that check what has landed; results go to `deliver`, on one of them, in any order."""
 
-    def __init__(self, most_waiting: int) -> None:
-        """Start the thread; at most `most_waiting` items wait for it."""
+    def __init__(self, most_waiting: int, threads: int | None = None) -> None:
+        """Start the threads (None = one less than the CPUs, 1 to 4); at most `most_waiting` items wait for them."""
+        if threads is None:
+            cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+            threads = max(1, min(_MOST_THREADS, cpus - 1))
         self._waiting: queue.Queue[tuple[Checker, Landed, Callable[[Checked], None]] | None] = queue.Queue(most_waiting)
-        self._thread = threading.Thread(target=self._run, name="tensorhub-verifier", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"tensorhub-verifier-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, checker: Checker, landed: Landed, deliver: Callable[[Checked], None]) -> None:
         """Check in turn; waits while too many are waiting."""
         self._waiting.put((checker, landed, deliver))
 
     def close(self, timeout_s: float) -> None:
-        """End the thread after what waits for it."""
-        self._waiting.put(None)
-        self._thread.join(timeout_s)
+        """End the threads after what waits for them."""
+        for _ in self._threads:
+            self._waiting.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
 
     def _run(self) -> None:
         while (item := self._waiting.get()) is not None:
