@@ -59,7 +59,7 @@ from tensorhub_core.layout.plan import ReadPlan, plan_read
 from tensorhub_core.layout.types import Layout
 from tensorhub_core.observe.counters import WorkerCounters
 from tensorhub_core.observe.log import get_logger
-from tensorhub_core.state.messages import Announce, PutBlob, Reply, Request, Welcome
+from tensorhub_core.state.messages import Announce, Done, PutBlob, Reply, Request, Welcome
 
 ProgressCallback = Callable[[int, int, str], None]
 """Called with (done_bytes, total_bytes, source_replica)."""
@@ -218,6 +218,8 @@ class RoundDriver:
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case Ask(asked, message):
+                if isinstance(message, Done) and self.sums is not None:
+                    self._tell(self.sums)  # each time: a server that has restarted does not have them
                 answer = lambda reply: self.post(Answered(asked, reply))  # noqa: E731
                 self._parts.wire.submit(message, answer, life=self.life)
             case Tell(message):
@@ -330,7 +332,6 @@ class RoundDriver:
         sums = self._accesses[0].sums if plan.raw else memory.sums()
         blob = pack_sums(sums)
         self.sums = PutBlob(digest_of(blob), blob)
-        self._tell(self.sums)
         return self.sums.digest
 
 

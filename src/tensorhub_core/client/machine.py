@@ -147,9 +147,11 @@ def answered(s: Step, reply: Reply) -> None:
 
 
 def refused(s: Step, error: TensorHubError) -> None:
-    """End a round that the server has ended; a read that still runs is stopped first."""
-    if s.state.asked == s.state.done_asked:
-        s.state.done_asked = 0
+    """End a round that the server refuses to go on with; a read that still runs is stopped first."""
+    state = s.state
+    if state.asked == state.done_asked:
+        state.done_asked = 0
+    s.effects.append(Tell(LeaveRound(state.number, error.code, str(error))))  # for the shards that do not know it yet
     fail(s, error)
 
 
@@ -164,9 +166,9 @@ def plan_failed(s: Step, error: BaseException, lease: str) -> None:
 def nothing_newer(s: Step, key: tuple[int, int]) -> None:
     """Take the verdict that the memory already holds the version."""
     state = s.state
-    if not state.done_asked:
+    if not state.touched:
         return s.end(End(key=key, held=True))
-    if key == state.key and not state.running:
+    if state.done_asked and key == state.key and not state.running:
         return s.end(End(key=key, published=state.offer))
     leave(s, StateError("the server takes this worker for a holder of another version"))
 
@@ -176,7 +178,7 @@ def withdrawn(s: Step, error: BaseException | None) -> None:
     state = s.state
     state.withdrawing = False
     if error is None:
-        state.published = False
+        state.published, state.done_asked = False, 0
     if state.phase is Phase.WITHDRAWING:
         if error is not None:
             return leave(s, error)

@@ -65,24 +65,28 @@ class Step:
 
 
 def join(s: Step) -> None:
-    """Join the round; a worker that was promised a version in an earlier life of the session wants the same again."""
+    """Join the round, for the first time or again; all shards of the replica ask for the same, whatever they have read.
+
+    A server that still knows our committed copy answers an update with `NothingNewer`.
+    """
     state = s.state
-    if state.key is None:
-        message = JoinRound(state.number, state.want, state.mode, state.have, state.offer)
-    else:
-        # A server that still knows our committed copy answers an update with NothingNewer.
-        mode: Mode = "update" if state.done_asked else "replicate"
-        message = JoinRound(state.number, state.key[1], mode, None, state.offer)
-    s.ask(message, Phase.JOINING)
+    mode: Mode = state.mode
+    if state.touched:
+        mode = "update" if state.done_asked else "replicate"
+    have = None if state.touched else state.have
+    s.ask(JoinRound(state.number, state.want, mode, have, state.offer), Phase.JOINING)
 
 
 def promised(s: Step, promise: Promise) -> None:
-    """Take a promise: the first one, one with other sources, or the same one in a new life of the session."""
-    state = s.state
-    key = (promise.epoch, promise.number)
-    if promise.round != state.number or not promise.sources or (state.key is not None and state.key != key):
+    """Take a promise: the first one, one with other sources, or one of another life of the session."""
+    state, key = s.state, (promise.epoch, promise.number)
+    moved = state.key is not None and state.key != key
+    wrong = (moved and state.phase is Phase.RELOCATING) or state.want not in (None, promise.number)
+    if promise.round != state.number or not promise.sources or wrong:
         text = f"version {promise.number} (epoch {promise.epoch}) from {len(promise.sources)} sources"
         return leave(s, StateError(f"the server promised {text}, which is not what this round asked for"))
+    if moved and state.done_asked:
+        state.published = True  # what was read may have been committed: nobody may see it change
     same = same_memory(state.sources, promise.sources)
     before, state.sources, state.key = state.sources, promise.sources, key
     state.lost.clear()
@@ -98,7 +102,7 @@ def promised(s: Step, promise: Promise) -> None:
     elif state.running:
         state.phase, state.replan = Phase.READING, True
         s.effects.append(Stop())
-    elif state.complete and same and state.sums is not None:
+    elif state.complete and same and state.sums is not None and not state.published:
         state.entered = True
         s.effects.append(Tell(Filling(state.number)))
         confirm(s)

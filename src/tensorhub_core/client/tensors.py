@@ -81,8 +81,8 @@ def _encodable(name: str) -> bool:
 
 def view_of(name: str, tensor: Any) -> View:
     """Describe where a tensor lies; raises RegistrationError naming it and saying why it cannot be registered."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(tensor, torch.Tensor):
+    torch_tensor = getattr(sys.modules.get("torch"), "Tensor", None)  # another thread may be importing torch now
+    if torch_tensor is not None and isinstance(tensor, torch_tensor):
         try:
             view = _torch_view(name, tensor)
         except (RuntimeError, ValueError, NotImplementedError) as error:  # such as uninitialized parameters

@@ -17,6 +17,7 @@ from tensorhub_core.client.rounds import (
     Read,
     ReadEnded,
     Reopened,
+    RoundState,
     Settle,
     Stop,
     Tell,
@@ -59,7 +60,7 @@ def test_a_lost_connection_while_joining_joins_again() -> None:
 def test_a_running_read_goes_on_over_a_restart_under_the_same_memory() -> None:
     driver = Driver().to_reading()
     ask = only(driver.feed(reopened()), Ask)
-    assert ask.message == JoinRound(0, 7, "replicate", None, True)
+    assert ask.message == JoinRound(0, None, "replicate", None, True)
     effects = driver.promise(source("n1"))
     assert effects == [Tell(Filling(0)), Advance("l1", 4, True)]
     assert driver.feed(Pushed(SourceProgress("n1", 4, True))) == [Advance("l1", 4, True)]
@@ -89,7 +90,7 @@ def test_a_read_that_ends_before_the_new_promise_is_not_repeated() -> None:
 def test_a_commit_lost_with_the_connection_is_found_again() -> None:
     driver = Driver().to_confirming()
     ask = only(driver.feed(reopened(4)), Ask)
-    assert ask.message == JoinRound(4, 7, "update", None, True)
+    assert ask.message == JoinRound(4, None, "update", None, True)
     assert driver.answer(NothingNewer(4, 1, 7)) == [End(key=(1, 7), published=True)]
 
 
@@ -128,3 +129,26 @@ def test_a_failed_withdrawal_leaves_the_memory_as_it_was() -> None:
     end = ended(driver.feed(Withdrawn(error)))
     assert end.error is error
     assert not end.dirty
+
+
+def test_another_version_may_be_promised_after_a_restart_and_is_read_instead() -> None:
+    driver = Driver().to_reading()
+    driver.feed(reopened())
+    assert driver.promise(source("n1", "b"), number=8) == [Stop()]
+    assert driver.feed(CANCELLED) == [Plan(True)], "the driver sees that these are other bytes"
+    assert only(driver.feed(Planned()), Ask).message == Filling(0)
+
+
+def test_what_may_have_been_committed_is_withdrawn_before_another_version_overwrites_it() -> None:
+    driver = Driver().to_confirming()
+    driver.feed(reopened(4))
+    assert driver.promise(source("n1", "b"), number=8) == [Plan(True)]
+    assert driver.feed(Planned()) == [Withdraw()]
+    assert only(driver.feed(Withdrawn()), Ask).message == Filling(4)
+
+
+def test_an_explicit_version_is_never_replaced_by_another() -> None:
+    driver = Driver(RoundState(3, 7, "replicate", None, True, 100.0, False)).to_reading()
+    driver.feed(reopened())
+    assert driver.promise(number=8)[-1] == Stop()
+    assert isinstance(ended(driver.feed(CANCELLED)).error, StateError)

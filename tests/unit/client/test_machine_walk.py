@@ -86,6 +86,8 @@ class World:
     settling: bool = False
     entered: bool = False
     committed: bool = False
+    done: bool = False
+    promised: tuple[int, int] | None = None
     ever_read: bool = False
     end: End | None = None
 
@@ -127,6 +129,7 @@ def replies(world: World, request: Request) -> Iterator[Reply]:
     if isinstance(request, JoinRound):
         yield Promise(number, 1, 7, sources("l1", b"a"))
         yield Promise(number, 1, 7, sources("l2", b"b"))
+        yield Promise(number, 1, 8, sources("l4", b"d"))
         if request.mode == "update":
             yield NothingNewer(number, 1, 7)
     elif isinstance(request, Relocate):
@@ -178,6 +181,8 @@ def take(world: World, event: Event) -> World:
         request = world.pending.pop(event.asked)
         world.entered |= isinstance(request, Filling) and isinstance(event.reply, Ok)
         world.committed = isinstance(event.reply, Committed | NothingNewer)
+        if isinstance(event.reply, Promise) and isinstance(request, JoinRound):
+            world.promised = (event.reply.epoch, event.reply.number)
     elif isinstance(event, Planned | PlanFailed):
         world.planning = False
     elif isinstance(event, Withdrawn):
@@ -210,13 +215,15 @@ def carry_out(world: World, effect: Effect) -> None:
             assert world.withdrawn or not world.had_copy, "the old copy is withdrawn first"
         if isinstance(effect.message, Done):
             assert not world.reading
+            world.done = True
     elif isinstance(effect, Plan):
         assert not world.reading
         world.planning = True
     elif isinstance(effect, Withdraw):
         assert not world.withdrawing
-        assert not world.withdrawn
-        world.withdrawing = True
+        if world.withdrawn or not world.had_copy:
+            assert world.done, "only what may have been committed is withdrawn again"
+        world.had_copy, world.withdrawing, world.withdrawn = True, True, False
     elif isinstance(effect, Read):
         assert not world.reading, "one read at a time"
         assert world.entered, "the server knows first"
@@ -233,7 +240,7 @@ def carry_out(world: World, effect: Effect) -> None:
         assert not world.reading or effect.unquiet, "no end while bytes may land"
         if effect.error is None:
             assert world.committed, "success only by the server's word"
-            assert effect.held or effect.key == (1, 7)
+            assert effect.held or effect.key == world.promised
         else:
             assert effect.dirty == world.ever_read
             assert effect.dirty == state.touched
