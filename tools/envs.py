@@ -197,7 +197,7 @@ def make_core() -> None:
         log = ROOT / ".envs" / "core.log"
         packages = folder / "lib"
         if not (is_ready(packages, packages_key) and python.exists()):
-            base = find_python(("3.11", "3.12", "3.13", "3.10"), "TensorHub")
+            base = find_python(("3.11", "3.12", "3.13"), "The core environment")
             print(f"making the core environment {folder} with {base}", file=sys.stderr, flush=True)
             shutil.rmtree(folder, ignore_errors=True)
             _require_space(ROOT, 3 << 30, "the core environment")
