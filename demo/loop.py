@@ -123,7 +123,7 @@ class Loop:
 
     def show_answer(self, version: int) -> None:
         """Print the likeliest answer to one prompt."""
-        self.account.answer(version, self.engines[0].ask(self.profile.greedy(self.profile.prompts[0]))[0])
+        self.account.answer(version, self.engines[0].ask(self.profile.greedy(self.profile.shown[0]))[0])
 
 
 def _samples(groups: Sequence[Sequence[Answer]], rewards: Sequence[Sequence[float]]) -> list[Sample]:

@@ -17,9 +17,9 @@ class Profile:
     """One form of the demo.
 
     `model(folder)` returns a checkpoint's folder; it may make one in `folder`. Each version draws `group` completions
-    for each of `prompts_at_once` prompts, taken in turn. `margin` is what the mean reward of the last third of the
-    versions must have gained on the first third. The second engine is
-    started after `late_after` versions.
+    for each of `prompts_at_once` prompts, taken in turn. The answers to `shown` are printed; `held_out` are asked only in
+    the proof. `margin` is what the mean reward of the last third of the versions must have gained on the first third.
+    The second engine is started after `late_after` versions.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Profile:
     instruction: str
     prompts: tuple[str, ...]
     held_out: tuple[str, ...]
+    shown: tuple[str, ...]
     prompts_at_once: int
     group: int
     max_tokens: int
@@ -76,6 +77,7 @@ FULL = Profile(
         "How do I make tea?",
     ),
     held_out=("Tell me about elephants.", "Why is the grass green?", "What is a volcano?", "How do birds fly?"),
+    shown=("Why is the sky blue?", "What is a good hobby?", "How can I sleep better?"),
     prompts_at_once=4,
     group=6,
     max_tokens=40,
@@ -103,6 +105,7 @@ QUICK = Profile(
         "Count to ten.",
     ),
     held_out=("Name a river.", "What is rain?", "Sing a song.", "Where do birds live?"),
+    shown=("Name three colors.", "Say hello.", "Name a river."),
     prompts_at_once=4,
     group=8,
     max_tokens=24,

@@ -34,7 +34,6 @@ from demo.serving import MODEL, cores, start_engine, start_fresh, start_hub
 
 _READY_S = 400.0
 _FRESH_S = 300.0
-_SHOWN = 3
 _FIRST, _LATE = "rollout-1", "rollout-2"
 
 
@@ -86,7 +85,7 @@ class Session:
         bare = without_weights(checkpoint, self._folder / "bare")
         hub, address = start_hub(self._children)
         self._programs.append(hub)
-        account.fact("hub", address)
+        account.fact("hub", f"{address} (watch it: tensorhub status --watch --server {address})")
         first_port, late_port = free_ports(2)
         first, _ = self._start(_FIRST, bare, address, first_port)
         policy = load_policy(profile, checkpoint)
@@ -134,7 +133,7 @@ class Session:
 
     def _shown(self, engine: Engine) -> list[Answer]:
         """Return the likeliest answers to some prompts."""
-        return [engine.ask(self._profile.greedy(prompt))[0] for prompt in self._profile.prompts[:_SHOWN]]
+        return [engine.ask(self._profile.greedy(prompt))[0] for prompt in self._profile.shown]
 
     def _greedy(self, engine: Engine, version: int) -> list[Greedy]:
         """Ask for temperature-0 answers, one request at a time."""

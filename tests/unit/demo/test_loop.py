@@ -20,6 +20,7 @@ PROFILE = replace(
     QUICK,
     rule=Rule("fives", "the share of fives", lambda text, finished: text.count("5") / len(text.split())),
     prompts=("1", "2 3", "4"),
+    shown=("1",),
     prompts_at_once=2,
     group=8,
     max_tokens=4,
