@@ -19,7 +19,7 @@ Answers = list[tuple[list[int], list[float]]]
 
 @contextmanager
 def running(model: Path, **arguments: Any) -> Iterator[Any]:
-    """Run an `LLM` in this process and end it for good."""
+    """Run an `LLM` in this process and end it for good; that ends vLLM's process groups, so engines end together."""
     from vllm import LLM
 
     llm = LLM(
@@ -41,10 +41,12 @@ def running(model: Path, **arguments: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def following(model: Path, address: str, **config: Any) -> Iterator[tuple[Any, OfflineEngine]]:
-    """Run an `LLM` that gets its weights from a hub."""
+def following(
+    model: Path, address: str, *, engine: dict[str, Any] | None = None, **config: Any
+) -> Iterator[tuple[Any, OfflineEngine]]:
+    """Run an `LLM` that gets its weights from a hub; `engine` = further arguments of the `LLM`."""
     settings = {"server": address, "timeout_s": 60, **config}
-    with running(model, **engine_args(settings)) as llm:
+    with running(model, **engine_args(settings), **(engine or {})) as llm:
         yield llm, OfflineEngine(llm, settings)
 
 

@@ -119,10 +119,10 @@ def test_loading_that_computes_goes_through_staging(
         with following(bare, hub.address) as (other, second):
             assert second.status.shards[0].source == engine.status.replica, "equal configurations copy raw"
             assert answers(other) == expected[1]
-        trainer.publish(two, 2)
-        outcome = engine.swap()
-        assert (outcome.version, outcome.code) == (2, "")
-        assert answers(llm) == expected[2]
+            trainer.publish(two, 2)
+            outcome = engine.swap()
+            assert (outcome.version, outcome.code) == (2, "")
+            assert answers(llm) == expected[2]
 
 
 def test_raw_memory_is_not_changed_by_processing(checkpoints: Checkpoints, hub: Server) -> None:

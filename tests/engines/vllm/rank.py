@@ -1,0 +1,105 @@
+"""One rank of a tensor-parallel group without an engine: does filling by traced boxes equal vLLM's own loading?
+
+    python -m tests.engines.vllm.rank RANKS RANK INIT_FILE CHECKPOINT...
+
+Prints one JSON line for each checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from tensorhub_core.engine.logical import LogicalTensor
+from tensorhub_core.engine.trace import trace
+
+SENTINEL = 0xA5
+
+
+def check(config: Any, checkpoint: Path) -> dict[str, Any]:
+    """Load a checkpoint twice, by boxes and by vLLM, over different old bytes."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    real = load_file(checkpoint / "model.safetensors")
+    sources = [
+        LogicalTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in real.items()
+    ]
+    with set_default_torch_dtype(config.model_config.dtype):
+        model = initialize_model(config)
+        parameters = dict(model.named_parameters())
+        for parameter in parameters.values():
+            parameter.data.view(torch.uint8).fill_(SENTINEL)
+        traced = trace(model.load_weights, parameters, sources)
+        touched = [name for name, p in parameters.items() if not bool((p.data.view(torch.uint8) == SENTINEL).all())]
+        by_boxes = _fill(traced, real, parameters)
+        for parameter in parameters.values():
+            parameter.data.view(torch.uint8).fill_(SENTINEL ^ 0xFF)
+        DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
+    different = [
+        name
+        for name, parameter in parameters.items()
+        if not torch.equal(parameter.data.view(torch.uint8), by_boxes[name].view(torch.uint8))
+    ]
+    moved = sum(
+        torch.Size(box.shape).numel() * traced.tensors[name].element_size()
+        for name, boxes in traced.boxes.items()
+        for box in boxes
+    )
+    return {
+        "checkpoint": checkpoint.name,
+        "obstacles": traced.obstacles,
+        "differences": traced.differences,
+        "touched": touched,
+        "different": different,
+        "tensors": len(traced.tensors),
+        "padding": len(traced.padding),
+        "bytes": moved,
+        "memory": sum(parameter.nbytes for parameter in parameters.values()),
+    }
+
+
+def _fill(traced: Any, real: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    for view, value in traced.padding:
+        view.fill_(value)
+    for name, tensor in traced.tensors.items():
+        for box in traced.boxes[name]:
+            part = real[box.logical][
+                tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape, strict=True))
+            ]
+            shape = (1,) * (tensor.dim() - part.dim()) + tuple(part.shape)
+            window = tuple(slice(at, at + size) for at, size in zip(box.local_offset, shape, strict=True))
+            tensor[window].copy_(part.reshape(shape))
+    return {name: parameter.data.clone() for name, parameter in parameters.items()}
+
+
+def main(ranks: int, rank: int, init: str, checkpoints: list[str]) -> None:
+    """Join the group and check every checkpoint."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.engine.arg_utils import EngineArgs
+
+    for number, checkpoint in enumerate(checkpoints):
+        config = EngineArgs(
+            model=checkpoint,
+            enforce_eager=True,
+            max_model_len=256,
+            tensor_parallel_size=ranks,
+            distributed_executor_backend="mp" if ranks > 1 else None,
+        ).create_engine_config()
+        with set_current_vllm_config(config):
+            if number == 0:
+                init_distributed_environment(ranks, rank, f"file://{init}", rank, "gloo")
+                ensure_model_parallel_initialized(ranks, 1)
+            print(json.dumps(check(config, Path(checkpoint))), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
