@@ -3,6 +3,30 @@
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # what type checkers and editors see of the names below
+    from tensorhub_core.client.connect import connect
+    from tensorhub_core.client.versions import Version, VersionInfo
+    from tensorhub_core.client.worker import Worker
+    from tensorhub_core.errors import (
+        AddressInUse,
+        ConfigError,
+        CorruptTransfer,
+        DeadlineExceeded,
+        LayoutMismatch,
+        ProtocolMismatch,
+        RegistrationError,
+        ServerUnreachable,
+        StateError,
+        TensorHubError,
+        TransportError,
+        VersionConflict,
+        VersionUnavailable,
+    )
+    from tensorhub_core.layout.types import Box
+    from tensorhub_core.server.serving import Server, serve
+    from tensorhub_core.settings import Settings
 
 _PLACES = {
     "connect": "client.connect",
@@ -34,7 +58,29 @@ _PLACES = {
 }
 """Where each public name is defined; imported when first used, so that a server loads no transport."""
 
-__all__ = sorted(_PLACES)
+__all__ = [
+    "AddressInUse",
+    "Box",
+    "ConfigError",
+    "CorruptTransfer",
+    "DeadlineExceeded",
+    "LayoutMismatch",
+    "ProtocolMismatch",
+    "RegistrationError",
+    "Server",
+    "ServerUnreachable",
+    "Settings",
+    "StateError",
+    "TensorHubError",
+    "TransportError",
+    "Version",
+    "VersionConflict",
+    "VersionInfo",
+    "VersionUnavailable",
+    "Worker",
+    "connect",
+    "serve",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tensorhub_core.client.connect import connect
+from tensorhub_core import connect
 from tensorhub_core.errors import ConfigError, RegistrationError, StateError
 
 if TYPE_CHECKING:
