@@ -17,9 +17,9 @@ class Profile:
     """One form of the demo.
 
     `model(folder)` returns a checkpoint's folder; it may make one in `folder`. Each version draws `group` completions
-    for each of `prompts_at_once` prompts, taken in turn. The answers to `shown` are printed; `held_out` are asked only in
-    the proof. `margin` is what the mean reward of the last third of the versions must have gained on the first third.
-    The second engine is started after `late_after` versions.
+    for each of `prompts_at_once` prompts, taken in turn. The answers to `shown` are printed; `held_out` are asked only
+    in the proof. `margin` is what the mean reward of the last third of the versions must have gained on the first
+    third. The second engine is started after `late_after` versions.
     """
 
     name: str
