@@ -11,6 +11,7 @@ import ctypes
 import gc
 import importlib
 import logging
+import logging.config
 import os
 import sys
 import weakref
@@ -54,14 +55,16 @@ def load_bindings() -> Any:
     known = "nixl" in sys.modules
     for name, value in QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    raise_exceptions = logging.raiseExceptions
+    raise_exceptions, configure = logging.raiseExceptions, logging.config.dictConfig
+    # NIXL configures logging when it is imported, which would close every handler that the program has.
+    logging.config.dictConfig = lambda config: None
     try:
         importlib.import_module("nixl")
         bindings = importlib.import_module("nixl._bindings")
     except (ImportError, OSError) as error:
         raise TransportError(f"{_INSTALL}; importing it failed: {error}") from None
     finally:
-        logging.raiseExceptions = raise_exceptions
+        logging.raiseExceptions, logging.config.dictConfig = raise_exceptions, configure
     if not known:
         _take_logger()
     return bindings
