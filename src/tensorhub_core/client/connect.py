@@ -7,6 +7,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
+from operator import index
 
 from tensorhub_core.client.device import checksum_device
 from tensorhub_core.client.executor import ReadExecutor
@@ -56,7 +57,9 @@ def connect(
     config = filled.client
     if cast:
         raise ConfigError("cast=True is not supported by this release: publish in the dtype that readers hold")
-    _check_shard(shard, num_shards)
+    shard, num_shards = _checked_shard(shard, num_shards)
+    for what, text in (("model", model), ("replica", replica), ("stream", stream), ("zone", zone), ("host", host)):
+        _check_text(what, text)
     if isinstance(transport, str) and transport not in ("auto", "memory", *TRANSPORTS):
         raise ConfigError(f"transport must be auto, {', '.join(TRANSPORTS)} or a Transport, not {transport!r}")
     identity = Identity(
@@ -90,9 +93,22 @@ def open_session(
     return session, _opened(session, settings.client.connect_timeout_s)
 
 
-def _check_shard(shard: int, num_shards: int) -> None:
-    if num_shards < 1 or not 0 <= shard < num_shards:
+def _checked_shard(shard: int, num_shards: int) -> tuple[int, int]:
+    try:
+        number, count = index(shard), index(num_shards)
+    except TypeError:
+        raise ConfigError(f"shard and num_shards must be whole numbers, not {shard!r} and {num_shards!r}") from None
+    if count < 1 or not 0 <= number < count:
         raise ConfigError(f"shard must be from 0 to num_shards - 1, not {shard} of {num_shards}")
+    return number, count
+
+
+def _check_text(what: str, text: str | None) -> None:
+    try:
+        if text is not None:
+            text.encode()
+    except (AttributeError, UnicodeEncodeError):
+        raise ConfigError(f"{what} must be valid unicode text, not {text!r}") from None
 
 
 def _opened(session: Session, timeout_s: float) -> Welcome:
@@ -128,7 +144,3 @@ def _transport_maker(transport: str | Transport, config: ClientConfig) -> Callab
         return choice.transport
 
     return make
-
-
-def _executor_maker(config: ClientConfig) -> Callable[[Transport], ReadExecutor]:
-    return lambda transport: ReadExecutor(transport, config, checksum_device=checksum_device)

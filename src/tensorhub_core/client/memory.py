@@ -135,7 +135,7 @@ class RegisteredMemory:
             if view_of(name, tensor).place != self._views[name].place:
                 raise RegistrationError(
                     f"{name!r} was moved, resized or cast since register(): its memory is not the one that peers "
-                    "see; call register() again"
+                    "see; call register() again, after unpublish() if a version is published"
                 )
 
     def check_writable(self) -> None:

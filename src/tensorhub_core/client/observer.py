@@ -30,7 +30,6 @@ from tensorhub_core.state.messages import (
     Cancel,
     DescribeVersion,
     GetBlob,
-    Leave,
     Reply,
     VersionLayouts,
     Wait,
@@ -113,8 +112,7 @@ class Observer:
 
     def close(self) -> None:
         """Leave; idempotent, bounded."""
-        with contextlib.suppress(Exception):
-            self._session.request(Leave(), Deadline.after(_LEAVE_S, time.monotonic()))
+        self._session.leave(_LEAVE_S)
         self._session.close()
 
     def __enter__(self) -> Self:

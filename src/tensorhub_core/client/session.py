@@ -7,6 +7,7 @@ to one *life* of the session: they are forgotten, and whoever asked hears of it 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -33,6 +34,7 @@ from tensorhub_core.state.messages import (
     Available,
     Failure,
     Heartbeat,
+    Leave,
     NothingNewer,
     Promise,
     Reply,
@@ -94,7 +96,7 @@ class Session:
         self._down_since_s: float | None = time.monotonic()
         self._heard_s = time.monotonic()
         self._greet_again = False
-        self._stopping = False
+        self._leaving = self._stopping = False
         self.pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="tensorhub-session", daemon=True)
         self._thread.start()
@@ -193,6 +195,12 @@ class Session:
         if os.getpid() != self.pid:
             raise StateError("this worker was connected before a fork: connect() again in the child process")
 
+    def leave(self, timeout_s: float) -> None:
+        """Tell the server that the worker leaves for good, without a word after it that would bring it back."""
+        self._leaving = True
+        with contextlib.suppress(TensorHubError):
+            self.request(Leave(), Deadline.after(timeout_s, time.monotonic()))
+
     def close(self) -> None:
         """End the connection at once and join the thread; open requests fail. Idempotent."""
         if os.getpid() != self.pid:
@@ -273,7 +281,7 @@ class Session:
             if entry is not None:
                 entry.answer(reply)
         elif isinstance(reply, UnknownSession):
-            if self._greeted:
+            if self._greeted and not self._leaving:
                 self._say_hello()
         else:
             self._listener.on_push(reply)
@@ -340,7 +348,7 @@ class Session:
             self._unsent.popleft()
 
     def _keep_alive(self, now: float) -> None:
-        if self._greeted and now >= self._heartbeat_due_s:
+        if self._greeted and now >= self._heartbeat_due_s and not self._leaving:
             self._heartbeat_due_s = now + self._heartbeat_s
             self._link.send(encode(next(self._numbers), Heartbeat()))
         elif self._link.connected and not self._greeted and now >= self._hello_due_s:

@@ -33,13 +33,17 @@ class RawTensor:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where one tensor lies now; `allocation` is the span of the live memory block around it, if known."""
+    """Where one tensor lies now; `allocation` is the span of the live memory block around it, if known.
+
+    `owner` keeps that memory alive, also if the tensor is given other memory (`parameter.data = ...`).
+    """
 
     extent: Extent
     dtype: str
     device: str
     writable: bool
     allocation: tuple[int, int] | None
+    owner: object
 
     @property
     def place(self) -> tuple[object, ...]:
@@ -50,9 +54,8 @@ class View:
 
 def named_tensors(tensors: Tensors) -> dict[str, Any]:
     """Check the names of a mapping or of an iterable of (name, tensor); raises RegistrationError naming the fault."""
-    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     named: dict[str, Any] = {}
-    for position, pair in enumerate(pairs):
+    for position, pair in enumerate(_pairs(tensors)):
         try:
             name, tensor = pair
         except (TypeError, ValueError):
@@ -63,12 +66,22 @@ def named_tensors(tensors: Tensors) -> dict[str, Any]:
             )
         if not _encodable(name):
             raise RegistrationError(f"the name {name!r} at position {position} is not valid unicode")
+        name = str.__str__(name)  # a subclass, such as numpy's, would not be encoded as text
         if name in named:
             raise RegistrationError(f"two tensors are named {name!r}: every name may be registered once")
         named[name] = tensor
     if not named:
         raise RegistrationError("nothing to register: give at least one tensor")
     return named
+
+
+def _pairs(tensors: object) -> Iterable[Any]:
+    if isinstance(tensors, Mapping):
+        return tensors.items()
+    if not isinstance(tensors, Iterable):
+        kind = type(tensors).__qualname__
+        raise RegistrationError(f"register() takes a mapping or an iterable of (name, tensor) pairs, not a {kind}")
+    return tensors
 
 
 def _encodable(name: str) -> bool:
@@ -117,7 +130,7 @@ def _torch_view(name: str, tensor: torch.Tensor) -> View:
     low, high = extent.hull()
     if low != high and not (allocation[0] <= low and high <= allocation[1]):
         raise RegistrationError(f"{name!r} lies outside its storage: the storage was resized or freed")
-    return View(extent, str(tensor.dtype).removeprefix("torch."), str(tensor.device), True, allocation)
+    return View(extent, str(tensor.dtype).removeprefix("torch."), str(tensor.device), True, allocation, storage)
 
 
 def _torch_refusal(tensor: torch.Tensor) -> str:
@@ -148,7 +161,7 @@ def _numpy_view(name: str, array: NDArray[Any]) -> View:
         )
     address, read_only = array.__array_interface__["data"]
     extent = Extent(address, array.shape, array.strides, array.dtype.itemsize)
-    return View(extent, array.dtype.name, "cpu", not read_only, None)
+    return View(extent, array.dtype.name, "cpu", not read_only, None, array)
 
 
 def _raw_view(name: str, tensor: RawTensor) -> View:
@@ -166,7 +179,7 @@ def _raw_view(name: str, tensor: RawTensor) -> View:
         )
     strides = tuple(item_bytes * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     address, read_only = buffer.__array_interface__["data"]
-    return View(Extent(address, shape, strides, item_bytes), tensor.dtype, "cpu", not read_only, None)
+    return View(Extent(address, shape, strides, item_bytes), tensor.dtype, "cpu", not read_only, None, buffer)
 
 
 def check_geometry(views: Mapping[str, View]) -> dict[tuple[object, ...], list[str]]:

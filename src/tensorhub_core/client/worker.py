@@ -35,7 +35,6 @@ from tensorhub_core.observe.log import get_logger
 from tensorhub_core.state.messages import (
     Available,
     Cancel,
-    Leave,
     ListVersions,
     Publish,
     Published,
@@ -127,12 +126,11 @@ class Worker:
     def publish(self, version: int, *, fresh: bool = False) -> Version:
         """Commit not to change the registered memory, which holds `version`: readable by everyone from now on.
 
-        Publishing the same version again changes nothing. `fresh=True` says that every tensor was rewritten after a
-        broken replicate. Raises StateError, VersionConflict if the number is taken or too old, RegistrationError if a
-        tensor was moved since `register()`.
+        Publishing it again changes nothing. `fresh=True`: every tensor was rewritten after a broken replicate. Raises
+        StateError, VersionConflict (the number is taken or too old), RegistrationError (a tensor was moved).
         """
         number = number_of(version)
-        with self._exclusively("publish"):
+        with self._exclusively("publish", unmoved=True):
             if not self._holding.check_publish(number, fresh):
                 assert self._holding.held is not None
                 return Version.of(self._holding.held)
@@ -190,7 +188,7 @@ class Worker:
         `timeout_s`; if the memory was touched by then, it is dirty and `version` None.
         """
         want = wanted(version)
-        with self._exclusively("replicate"):
+        with self._exclusively("replicate", unmoved=True):
             self._holding.check_replicate()
             return self._round("replicate", want, timeout_s, progress, publish, check)
 
@@ -208,7 +206,7 @@ class Worker:
         published if not. Arguments and errors as for `replicate`.
         """
         want = wanted(version)
-        with self._exclusively("update"):
+        with self._exclusively("update", unmoved=True):
             self._holding.check_update()
             return self._round("update", want, timeout_s, progress, publish, check)
 
@@ -263,14 +261,16 @@ class Worker:
             raise StateError("the worker is closed: connect() again")
 
     @contextlib.contextmanager
-    def _exclusively(self, what: str) -> Iterator[None]:
-        """Hold the worker's memory for one call."""
+    def _exclusively(self, what: str, *, unmoved: bool = False) -> Iterator[None]:
+        """Hold the worker's memory for one call; with `unmoved`, make sure that it still is what was registered."""
         self._check_open()
         if not self._lock.acquire(blocking=False):
             raise StateError(f"{what}() was called while {self._running}() runs in another thread")
         try:
             self._running = what
             self._check_open()
+            if unmoved and self._resources.memory is not None:
+                self._resources.memory.check_unmoved()
             yield
         finally:
             self._lock.release()
@@ -282,10 +282,9 @@ class Worker:
         self._book.know(memory.fingerprint, memory.layout, memory.table)
 
     def _served_memory(self, deadline: Deadline) -> RegisteredMemory:
-        """Return the registered memory, made sure to be where it was and to be served."""
+        """Return the registered memory, made sure to be served."""
         memory = self._resources.memory
         assert memory is not None
-        memory.check_unmoved()
         if not self._resources.serving:
             self._serve(memory, deadline)
         return memory
@@ -398,5 +397,4 @@ class Worker:
                 session.result(self._drain.begin()[0], Deadline.after(drain_s, time.monotonic()), "unpublish()")
             except TensorHubError as error:
                 get_logger("client").warning("closed while version %s had readers: %s", self.version, error)
-        with contextlib.suppress(TensorHubError):
-            session.request(Leave(), Deadline.after(_LEAVE_S, time.monotonic()))
+        session.leave(_LEAVE_S)
