@@ -1,4 +1,4 @@
-"""A random world around the real machine: trainers and readers with byte-accurate memory, slow networks, pauses, deaths.
+"""A random world around the real machine: trainers, readers, byte-accurate memory, slow networks, pauses, deaths.
 
 Every worker holds `SEGMENTS` cells; a cell is what was last written there: (version, shard) or garbage. A read copies
 cells from the source's memory as it is at that moment. The world knows the truth, the machine does not: whatever a
@@ -266,9 +266,12 @@ class World:
             life.cells, life.phase = [None] * SEGMENTS, "reading"
         elif isinstance(asked, Unpublish) and isinstance(message, Ok):
             self.withdrawn(life)
-        elif isinstance(message, Failure) and isinstance(asked, (JoinRound, Done, Relocate, Filling)):
-            if getattr(asked, "round", None) == life.round:
-                self.end_round(life)
+        elif (
+            isinstance(message, Failure)
+            and isinstance(asked, JoinRound | Done | Relocate | Filling)
+            and asked.round == life.round
+        ):
+            self.end_round(life)
 
     def begin(self, life: Life, promise: Promise) -> None:
         """Begin or go on to read what was promised, after the old copy is withdrawn."""
