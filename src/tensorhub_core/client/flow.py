@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_FIRST_BYTES = 1 << 20
+_FIRST_BYTES = 256 << 10
 _LEAST_BYTES = 256 << 10
+"""Fits into the stall timeout at the slowest rate that is allowed."""
 _QUICK_SHARE = 0.05
 _LONG_SHARE = 0.25
 _SWIFT_S = 0.004
@@ -34,6 +35,9 @@ class Flow:
     def __init__(self, settings: FlowSettings) -> None:
         self._settings = settings
         self._chunk_bytes = settings.chunk_bytes
+        # Half of what the window may hold, so that one batch is verified while the next one is moved.
+        half = settings.chunk_bytes * settings.window // 2
+        self._most_chunk_bytes = max(settings.chunk_bytes, min(settings.most_chunk_bytes, half))
         self._budget_bytes = min(_FIRST_BYTES, settings.chunk_bytes * settings.window)
         self._count = 0
         self._bytes = 0
@@ -70,7 +74,7 @@ class Flow:
         if took_s > _SWIFT_S:
             self._chunk_bytes = self._settings.chunk_bytes
         elif 2 * length_bytes > self._chunk_bytes:
-            self._chunk_bytes = min(2 * self._chunk_bytes, max(self._chunk_bytes, self._settings.most_chunk_bytes))
+            self._chunk_bytes = min(2 * self._chunk_bytes, self._most_chunk_bytes)
         if took_s < _QUICK_SHARE * self._settings.stall_timeout_s:
             self._budget_bytes = min(self._chunk_bytes * self._settings.window, 2 * self._budget_bytes)
         elif took_s > _LONG_SHARE * self._settings.stall_timeout_s:

@@ -80,6 +80,7 @@ class Pump:
         """Bytes that have not landed yet of reads that were posted in parts."""
         self._flights: list[_Flight] = []
         self._checking = 0
+        self._unverified_bytes = 0
         self._read_again: set[int] = set()
         self._unquiet = False
         self._prefix = 0
@@ -156,7 +157,9 @@ class Pump:
     def _fill(self) -> bool:
         """Post batches in plan order as long as there is room; returns whether any was."""
         any_posted = False
-        while self._todo and self._checking < 2 * self._settings.window:
+        window = 2 * self._settings.window
+        most_bytes = window * self._settings.chunk_bytes
+        while self._todo and self._checking < window and self._unverified_bytes < most_bytes:
             part = self._next_part()
             if part is None:
                 break
@@ -206,6 +209,7 @@ class Pump:
             raise self._failed(source, str(error)) from None
         flight = _Flight(read, part, source, self._slot if staged else -1, now)
         self._flights.append(flight)
+        self._unverified_bytes += part.length_bytes
         self._flows[source].posted(part.length_bytes, now)
         self._advance(part)
         # Where posting moves the bytes itself, they can be verified while the next batch is posted.
@@ -298,10 +302,12 @@ class Pump:
     def _count(self, checked: Checked) -> None:
         landed = checked.landed
         self._checking -= 1
+        lengths = self._schedule.length_bytes[landed.begin : landed.end]
+        self._unverified_bytes -= int(lengths.sum())
         if landed.slot_number >= 0:
             self._staging.give_back(landed.slot_number)
         self._job.verified[self._schedule.read[landed.begin : landed.end][checked.right]] = True
-        self._done_bytes += int(self._schedule.length_bytes[landed.begin : landed.end][checked.right].sum())
+        self._done_bytes += int(lengths[checked.right].sum())
 
     def _again(self, index: int) -> None:
         """Read a segment again whose checksum did not match, once."""

@@ -1,4 +1,4 @@
-"""The executor over the in-process transport: bytes, order, prefixes, and every way in which a source can fail."""
+"""The executor over the in-process transport: bytes, order, prefixes, other layouts, threads."""
 
 from __future__ import annotations
 
@@ -11,85 +11,16 @@ import pytest
 
 from tensorhub_core.client.executor import ReadExecutor
 from tensorhub_core.client.flow import FlowSettings
-from tensorhub_core.client.reading import ReadEnd, ReadOutcome
-from tensorhub_core.client.readjob import ReadJob
-from tensorhub_core.clock import SystemClock
+from tensorhub_core.client.reading import ReadEnd
 from tensorhub_core.errors import StateError, TransportError
 from tensorhub_core.layout.plan import plan_read
 from tensorhub_core.layout.types import Box
-from tensorhub_core.transport.base import Batch, PeerId, ReadId, Transport
-from tensorhub_core.transport.faults import Fault, FaultKind, FaultPlan, FaultyTransport
+from tensorhub_core.transport.faults import Fault, FaultKind, FaultPlan
 from tensorhub_core.transport.memory import MemoryNetwork, MemoryTransport
-from tests.unit.client.reading_world import Holder, Network, Record, empty_like, model
+from tests.unit.client.executor_world import QUICK, Counting, World, end_of
+from tests.unit.client.reading_world import Network, Record, empty_like, model
 
 pytestmark = pytest.mark.timeout(60)
-
-QUICK = FlowSettings(chunk_bytes=16 << 10, window=4, stall_timeout_s=0.3, min_bytes_per_s=1.0)
-SHAPES = {"a": (400, 64), "b": (3,), "c": (70, 5, 33), "empty": (0, 9), "scalar": ()}
-WAIT_S = 30.0
-
-
-class World:
-    """One source, one destination, one executor, and a transport that may be faulty between them."""
-
-    def __init__(self, plan: FaultPlan | None = None, network: MemoryNetwork | None = None) -> None:
-        self.network = Network(network or MemoryNetwork())
-        self.truth = model(1, SHAPES)
-        self.source = self.network.holder({name: tensor.copy() for name, tensor in self.truth.items()})
-        inner: Transport = MemoryTransport(self.network.network)
-        self.faulty = FaultyTransport(inner, plan or FaultPlan(), SystemClock())
-        self.counting = Counting(self.faulty)
-        self.destination = self.network.holder(empty_like(self.truth), transport=self.counting)
-        self.executor = ReadExecutor(self.counting, flow=QUICK)
-        self.record = Record()
-
-    def start(self, source: Holder | None = None, **options: object) -> ReadJob:
-        """Begin to read from a source."""
-        access = (source or self.source).access(**options)  # type: ignore[arg-type]
-        plan = plan_read(self.destination.memory.layout, [access.layout])
-        return self.executor.start(plan, [access], self.destination.destination(), None, self.record)
-
-    def read(self, source: Holder | None = None) -> ReadOutcome:
-        """Read from a source to the end of the job."""
-        return end_of(self.start(source))
-
-
-class Counting(FaultyTransport):
-    """A transport that counts what is asked of it and shows what was read."""
-
-    def __init__(self, inner: Transport) -> None:
-        super().__init__(inner, FaultPlan(), SystemClock())
-        self.attaches = 0
-        self.fences = 0
-        self.batches: list[Batch] = []
-        self.in_flight: set[ReadId] = set()
-        self.most_in_flight = 0
-
-    def attach(self, description: bytes) -> PeerId:
-        self.attaches += 1
-        return super().attach(description)
-
-    def post(self, peer: PeerId, batch: Batch) -> ReadId:
-        read = super().post(peer, batch)
-        self.batches.append(batch)
-        self.in_flight.add(read)
-        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
-        return read
-
-    def close(self, read: ReadId) -> bool:
-        self.in_flight.discard(read)
-        return super().close(read)
-
-    def fence(self) -> None:
-        self.fences += 1
-        self.in_flight.clear()
-        super().fence()
-
-
-def end_of(job: ReadJob) -> ReadOutcome:
-    outcome = job.wait(WAIT_S)
-    assert outcome is not None, "the job did not end"
-    return outcome
 
 
 @pytest.fixture
@@ -255,134 +186,6 @@ def test_a_staged_segment_that_is_wrong_is_not_scattered() -> None:
     assert destination.untouched()
 
 
-# --- failing sources --------------------------------------------------------------------------------------------------
-
-
-def test_a_flipped_bit_is_read_again(worlds: list[World]) -> None:
-    worlds.append(world := World(FaultPlan(reads={1: Fault(FaultKind.FLIP)})))
-    outcome = world.read()
-    assert outcome.end is ReadEnd.VERIFIED
-    assert outcome.rereads == 1
-    assert world.destination.holds(world.truth)
-
-
-def test_a_source_whose_bytes_changed_is_corrupt(worlds: list[World]) -> None:
-    worlds.append(world := World())
-    access = world.source.access()
-    world.source.tensors["c"].view(np.uint8)[3, 2, 1] ^= 4
-    plan = plan_read(world.destination.memory.layout, [access.layout])
-    outcome = end_of(world.executor.start(plan, [access], world.destination.destination(), None, world.record))
-    assert (outcome.end, outcome.kind, outcome.lease) == (ReadEnd.SOURCE_FAILED, "corrupt", "lease")
-    assert not outcome.verified.all()
-    assert outcome.rereads == 1
-    assert outcome.done_bytes == int(plan.length_bytes[outcome.verified].sum())
-
-
-def test_a_transport_that_lies_is_found_out(worlds: list[World]) -> None:
-    worlds.append(world := World(FaultPlan(chances={Fault(FaultKind.LIE): 1.0})))
-    outcome = world.read()
-    assert (outcome.end, outcome.kind) == (ReadEnd.SOURCE_FAILED, "corrupt")
-    assert not outcome.verified.any()
-
-
-def test_a_source_that_moves_nothing_has_stalled(worlds: list[World]) -> None:
-    worlds.append(world := World(FaultPlan(reads={2: Fault(FaultKind.STALL)})))
-    outcome = world.read()
-    assert (outcome.end, outcome.kind, outcome.lease) == (ReadEnd.SOURCE_FAILED, "stalled", "lease")
-    assert outcome.fenced
-    assert world.counting.fences == 1
-
-
-def test_a_source_below_the_floor_has_stalled(worlds: list[World]) -> None:
-    slow = FaultPlan(chances={Fault(FaultKind.SLOW, bytes_per_s=200_000): 1.0})
-    worlds.append(world := World(slow))
-    flow = FlowSettings(chunk_bytes=4096, window=1, stall_timeout_s=0.2, min_bytes_per_s=1e9)
-    world.executor = ReadExecutor(world.counting, flow=flow)
-    outcome = world.read()
-    assert (outcome.end, outcome.kind) == (ReadEnd.SOURCE_FAILED, "stalled")
-    assert "bytes/s" in outcome.detail
-
-
-def test_a_slow_source_above_the_floor_is_read_to_the_end(worlds: list[World]) -> None:
-    worlds.append(world := World(FaultPlan(chances={Fault(FaultKind.SLOW, bytes_per_s=300_000): 1.0})))
-    outcome = world.read()
-    assert outcome.end is ReadEnd.VERIFIED
-    assert world.destination.holds(world.truth)
-
-
-def test_a_failed_read_fences_and_the_next_job_reads_the_rest(worlds: list[World]) -> None:
-    worlds.append(world := World(FaultPlan(reads={3: Fault(FaultKind.FAIL)})))
-    outcome = world.read()
-    assert (outcome.end, outcome.kind) == (ReadEnd.SOURCE_FAILED, "lost")
-    assert outcome.fenced
-    assert outcome.verified.any()
-    access = world.source.access("other")
-    plan = plan_read(world.destination.memory.layout, [access.layout])
-    before = sum(int(batch.length_bytes.sum()) for batch in world.counting.batches)
-    job = world.executor.start(plan, [access], world.destination.destination(), outcome.verified, world.record)
-    assert end_of(job).end is ReadEnd.VERIFIED
-    assert world.destination.holds(world.truth)
-    assert world.counting.attaches == 2
-    again = sum(int(batch.length_bytes.sum()) for batch in world.counting.batches) - before
-    assert again == int(plan.length_bytes[~outcome.verified].sum())
-
-
-def test_a_source_that_never_gave_a_byte_is_unreachable(worlds: list[World]) -> None:
-    worlds.append(world := World(FaultPlan(reads={0: Fault(FaultKind.FAIL)})))
-    assert world.read().kind == "unreachable"
-    worlds.append(world := World(FaultPlan(unreachable=frozenset({0}))))
-    outcome = world.read()
-    assert (outcome.end, outcome.kind) == (ReadEnd.SOURCE_FAILED, "unreachable")
-    assert not outcome.fenced
-    assert world.destination.untouched()
-
-
-def test_a_source_that_the_server_gave_up_is_left(worlds: list[World]) -> None:
-    worlds.append(world := World(FaultPlan(chances={Fault(FaultKind.DELAY, delay_s=0.2): 1.0})))
-    job = world.start()
-    job.fail("someone else's", "?")
-    job.fail("lease", "its lease ended")
-    outcome = end_of(job)
-    assert (outcome.end, outcome.kind, outcome.detail) == (ReadEnd.SOURCE_FAILED, "lost", "its lease ended")
-
-
-# --- cancelling -------------------------------------------------------------------------------------------------------
-
-
-def test_nothing_lands_after_a_cancelled_job_has_ended(worlds: list[World]) -> None:
-    worlds.append(world := World(FaultPlan(chances={Fault(FaultKind.LATE): 1.0})))
-    job = world.start()
-    time.sleep(0.05)
-    job.cancel()
-    outcome = end_of(job)
-    assert outcome.end is ReadEnd.CANCELLED
-    assert outcome.fenced
-    world.faulty.land_late()
-    assert world.destination.untouched()
-
-
-def test_late_bytes_do_land_where_nobody_fences(worlds: list[World]) -> None:
-    """Show that the test before this one can fail."""
-    worlds.append(world := World(FaultPlan(chances={Fault(FaultKind.LATE): 1.0})))
-    peer = world.faulty.attach(world.source.description)
-    run = np.array([world.destination.memory.addresses[0]], np.uint64)
-    read = world.faulty.post(peer, Batch(run, world.source.memory.addresses[:1], np.array([16], np.uint64)))
-    assert not world.faulty.close(read)
-    world.faulty.land_late()
-    assert not world.destination.untouched()
-
-
-def test_cancelling_a_job_that_waits_for_its_source(worlds: list[World]) -> None:
-    worlds.append(world := World())
-    job = world.start(prefix=0)
-    time.sleep(0.05)
-    job.cancel()
-    outcome = end_of(job)
-    assert outcome.end is ReadEnd.CANCELLED
-    assert not outcome.fenced
-    assert world.destination.untouched()
-
-
 # --- the executor itself ----------------------------------------------------------------------------------------------
 
 
@@ -431,7 +234,7 @@ def test_an_observer_that_raises_ends_the_job_and_not_the_executor(worlds: list[
     record, world.record = world.record, Angry()
     job = world.start()
     with pytest.raises(ValueError, match="no"):
-        job.wait(WAIT_S)
+        job.wait(30)
     assert world.counting.in_flight == set()
     world.record = record
     assert world.read().end is ReadEnd.VERIFIED
