@@ -48,6 +48,8 @@ class Link:
 
     def __init__(self, address: str) -> None:
         """Begin to connect; raises ConfigError if the address is malformed."""
+        if not isinstance(address, str):
+            raise ConfigError(f"{address!r} is not an address: write tcp://HOST:PORT")
         self.address = address
         self.trouble = "no connection"
         self.connected = False
@@ -79,7 +81,7 @@ class Link:
         sockets = _Sockets(dealer, monitor)
         try:
             dealer.connect(address)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, UnicodeError) as error:
             self._close(sockets)
             raise ConfigError(f"{address!r} is not an address: write tcp://HOST:PORT ({error})") from None
         return sockets
@@ -155,7 +157,7 @@ class Link:
         sockets.dealer.close(0)
 
     def _end(self) -> None:
-        self._context.term()
+        self._context.destroy(0)  # not term(), which waits for sockets that an error has left open
         with self._wake_lock:  # nobody may write to a number that some other file has by then
             os.close(self._wake_write)
             os.close(self._wake_read)

@@ -44,7 +44,7 @@ def _connected(address: str) -> Iterator[zmq.Socket[bytes]]:
         socket.setsockopt(zmq.IPV6, int("[" in address))
         try:
             socket.connect(address)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, UnicodeError) as error:
             raise ConfigError(f"{address!r} is not an address: write tcp://HOST:PORT ({error})") from None
         yield socket
     except BaseException:
