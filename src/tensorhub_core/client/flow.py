@@ -93,11 +93,12 @@ class Flow:
         timeout_s = self._settings.stall_timeout_s
         if now - self._progress_s >= timeout_s:
             return f"nothing arrived for {now - self._progress_s:.1f} s while {self._bytes:,} bytes were asked for"
-        spent_s = now - self._since_s
+        # Up to the last batch that ended: what is on its way since then counts next time.
+        spent_s = self._progress_s - self._since_s
         if spent_s < timeout_s:
             return ""
         rate = self._since_bytes / spent_s
-        self._since_s, self._since_bytes = now, 0
+        self._since_s, self._since_bytes = self._progress_s, 0
         if rate < self._settings.min_bytes_per_s:
             return f"{rate:,.0f} bytes/s over {spent_s:.1f} s, below {self._settings.min_bytes_per_s:,.0f}"
         return ""
