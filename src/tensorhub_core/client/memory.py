@@ -188,6 +188,9 @@ def _specs(views: Mapping[str, View], boxes: Mapping[str, Sequence[Box]] | None)
     unknown = sorted(set(boxes) - set(views))
     if unknown:
         raise RegistrationError(f"boxes are given for {unknown[0]!r}, which is not among the tensors")
+    for name, given in boxes.items():
+        if not isinstance(given, Sequence) or not all(isinstance(box, Box) for box in given):
+            raise RegistrationError(f"the boxes of {name!r} must be a sequence of Box, not {given!r}")
     return [
         TensorSpec(name, view.dtype, view.extent.shape, tuple(boxes[name]) if name in boxes else None)
         for name, view in views.items()

@@ -62,7 +62,10 @@ def _plain_numbers(spec: TensorSpec) -> TensorSpec:
 
 
 def _ints(numbers: Iterable[int]) -> tuple[int, ...]:
-    return tuple(map(index, numbers))
+    try:
+        return tuple(map(index, numbers))
+    except TypeError:
+        raise RegistrationError(f"offsets and shapes are tuples of whole numbers, not {numbers!r}") from None
 
 
 def _storages(tensors: tuple[TensorSpec, ...], aliases: Iterable[Iterable[str]]) -> tuple[tuple[int, ...], ...]:

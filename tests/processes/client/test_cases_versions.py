@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from tensorhub_core import ConfigError, CorruptTransfer, DeadlineExceeded, RegistrationError, VersionConflict
+from tensorhub_core import (
+    Box,
+    ConfigError,
+    CorruptTransfer,
+    DeadlineExceeded,
+    LayoutMismatch,
+    RegistrationError,
+    VersionConflict,
+)
 from tests.processes.client.conftest import Hub
 
 pytestmark = pytest.mark.timeout(90)
@@ -139,4 +147,38 @@ def test_more_time_than_there_is_means_to_wait(here: Hub, plenty: float) -> None
     assert reader.wait(timeout_s=plenty) == 1
     assert reader.replicate(timeout_s=plenty) == 1
     reader.unpublish(timeout_s=plenty)
+    assert (array == 1).all()
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        3,
+        [3],
+        Box("w", (0, 0), (4, 4), (0, 0)),
+        [Box("w", (0.0, 0), (4, 4), (0, 0))],
+        [Box("w", (0, 0), (5, 4), (0, 0))],
+    ],  # type: ignore[arg-type]
+)
+def test_boxes_that_are_none_are_refused_by_name(here: Hub, boxes: Any) -> None:
+    worker = here.worker("trainer")
+    with pytest.raises(RegistrationError, match=r"Box|whole numbers|'tp\.w'"):
+        worker.register({"tp.w": np.ones((4, 4))}, {"tp.w": boxes})
+
+
+def test_shards_merged_wrongly_under_one_logical_name_are_never_served(here: Hub) -> None:
+    """Two registered tensors say that they are the same region: readers get neither while their bytes differ."""
+    box = Box("w", (0, 0), (4, 4), (0, 0))
+    parts = {name: np.full((4, 4), value, np.float32) for name, value in (("a", 1), ("b", 2))}
+    trainer, reader, array = here.worker("trainer"), here.worker(), np.full((4, 4), 7, np.float32)
+    trainer.register(parts, {"a": [box], "b": [box]})
+    trainer.publish(1)
+    reader.register({"w": array})
+    with pytest.raises(LayoutMismatch, match="'w'"):
+        reader.replicate(timeout_s=20)
+    assert (array == 7).all()
+    trainer.unpublish()
+    parts["b"][...] = 1
+    trainer.publish(2)
+    assert reader.replicate(timeout_s=20) == 2
     assert (array == 1).all()
