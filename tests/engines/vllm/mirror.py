@@ -18,11 +18,14 @@ class Mirror:
     def __init__(self, workers: list[Worker], tensors: list[dict[str, torch.Tensor]]) -> None:
         self.workers, self.tensors = workers, tensors
 
-    def publish(self, version: int) -> None:
-        """Publish what the memory holds as a new version."""
+    def publish(self, version: int, *, broken: int | None = None) -> None:
+        """Publish what the memory holds as a new version; the bytes of shard `broken` change before it is whole."""
         for worker in self.workers:
             worker.unpublish(30.0)
-            worker.publish(version)
+        for shard in sorted(range(len(self.workers)), key=lambda shard: shard != broken):
+            self.workers[shard].publish(version)
+            if shard == broken:
+                self.flip(shard)
 
     def flip(self, shard: int) -> None:
         """Change one bit of one shard's published memory."""
