@@ -115,7 +115,8 @@ def test_who_cannot_be_anybody_is_refused(here: Hub, wrong: dict[str, Any]) -> N
 
 def test_odd_names_of_models_and_replicas_are_names(here: Hub) -> None:
     odd = "a b\n/é🙂"
-    with connect(here.server.address, model=here.model + odd, replica=odd, shard=np.int64(0), zone=odd) as trainer:
+    rank: Any = np.int64(0)
+    with connect(here.server.address, model=here.model + odd, replica=odd, shard=rank, zone=odd) as trainer:
         trainer.register({"w": np.ones(3)})
         trainer.publish(1)
         assert [info.replicas for info in trainer.versions()] == [(odd,)]
