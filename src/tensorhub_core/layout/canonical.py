@@ -46,7 +46,10 @@ def build_layout(
         check_name(spec.name, f"tensor {position}")
         if spec.name in named:
             raise RegistrationError(f"{quote(spec.name)} is registered twice; the second time at position {position}")
-        named[spec.name] = _plain_numbers(spec)
+        try:
+            named[spec.name] = _plain_numbers(spec)
+        except TypeError as error:
+            raise RegistrationError(f"{quote(spec.name)} needs whole numbers in shape and boxes: {error}") from None
     tensors = tuple(named[name] for name in sorted(named))
     layout = Layout(shard, num_shards, tensors, _storages(tensors, aliases), tag, segment_bytes)
     check_layout(layout)
@@ -62,10 +65,7 @@ def _plain_numbers(spec: TensorSpec) -> TensorSpec:
 
 
 def _ints(numbers: Iterable[int]) -> tuple[int, ...]:
-    try:
-        return tuple(map(index, numbers))
-    except TypeError:
-        raise RegistrationError(f"offsets and shapes are tuples of whole numbers, not {numbers!r}") from None
+    return tuple(map(index, numbers))
 
 
 def _storages(tensors: tuple[TensorSpec, ...], aliases: Iterable[Iterable[str]]) -> tuple[tuple[int, ...], ...]:
