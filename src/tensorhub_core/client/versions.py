@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 from tensorhub_core.errors import ConfigError
 from tensorhub_core.ids import VersionKey
@@ -57,9 +60,13 @@ class VersionInfo:
 
 def number_of(version: object) -> int:
     """Return the number of a version given by a user; raises ConfigError for what is no version."""
-    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= MAX_NUMBER:
+    number = -1
+    if isinstance(version, SupportsIndex) and not isinstance(version, bool):
+        with contextlib.suppress(TypeError):  # a tensor of floats has __index__ and refuses it
+            number = operator.index(version)
+    if not 0 <= number <= MAX_NUMBER:
         raise ConfigError(f"a version is a whole number from 0 to {MAX_NUMBER}, not {version!r}")
-    return int(version)
+    return number
 
 
 def wanted(version: object) -> int | None:

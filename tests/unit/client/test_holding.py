@@ -6,7 +6,9 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tensorhub_core.client.holding import Holding
 from tensorhub_core.client.versions import Version, number_of, wanted
@@ -132,3 +134,9 @@ def test_latest_and_numbers_are_wanted() -> None:
     assert wanted("latest") is None
     assert wanted(0) == 0
     assert wanted(Version(7, 1)) == 7
+
+
+@pytest.mark.parametrize("right", [np.int64(3), np.uint8(3), torch.tensor(3), Version(3, 1)])
+def test_whole_numbers_of_any_kind_are_versions(right: object) -> None:
+    assert number_of(right) == 3
+    assert wanted(right) == 3
