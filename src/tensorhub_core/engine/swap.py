@@ -60,7 +60,6 @@ class Swapper:
         if self.status.state == "swapping":
             raise StateError("a swap is running: wait for its end")
         before = self.status
-        began = self.now()
         try:
             found = yield Look(version)
         except Exception as error:
@@ -69,6 +68,7 @@ class Swapper:
             self._set(error=None, code="")
             return SwapOutcome(before.version, False)
         self._set(state="swapping")
+        began = self.now()
         try:
             if not self._paused:
                 yield Pause(mode)

@@ -26,7 +26,7 @@ _PLUGIN_GROUPS = (
     "vllm.io_processor_plugins",
     "vllm.stat_logger_plugins",
 )
-_NATIVE_RPCS = ("start_weight_update", "update_weights", "finish_weight_update")
+_NATIVE_RPCS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 _MAX_TEXT_BYTES = 4096
 """Of what one rank tells the others about its failure."""
 
@@ -81,7 +81,7 @@ def rank_and_count() -> tuple[int, int]:
 
 def from_first_rank(text: str) -> str:
     """Return rank 0's text, of at most `_MAX_TEXT_BYTES`, on every rank of the engine."""
-    return _from_all_ranks(text)[0]
+    return from_all_ranks(text)[0]
 
 
 def process(model: torch.nn.Module, vllm_config: Any, model_config: Any, device: torch.device) -> None:
@@ -145,6 +145,9 @@ def guard_native_rpcs(is_ours: Callable[[Any], bool]) -> None:
         original = getattr(Worker, name)
         if not getattr(original, "_tensorhub", False):
             setattr(Worker, name, _guarded(original, is_ours))
+    original = Worker.shutdown_weight_transfer_engine
+    if not getattr(original, "_tensorhub", False):
+        Worker.shutdown_weight_transfer_engine = _disconnecting(original, is_ours)
 
 
 def _guarded(original: Callable[..., None], is_ours: Callable[[Any], bool]) -> Callable[..., None]:
@@ -158,7 +161,7 @@ def _guarded(original: Callable[..., None], is_ours: Callable[[Any], bool]) -> C
             original(worker, *args, **kwargs)
         except Exception as caught:
             error = caught
-        errors = _from_all_ranks("" if error is None else str(error) or type(error).__name__)
+        errors = from_all_ranks("" if error is None else str(error) or type(error).__name__)
         if not any(errors):
             return None
         worker._weight_update_active = False
@@ -174,7 +177,21 @@ def _guarded(original: Callable[..., None], is_ours: Callable[[Any], bool]) -> C
     return call
 
 
-def _from_all_ranks(text: str) -> list[str]:
+def _disconnecting(original: Callable[..., None], is_ours: Callable[[Any], bool]) -> Callable[..., None]:
+    """vLLM ends an engine's transfers by `shutdown` both when a caller asks for it and when the worker ends."""
+
+    @functools.wraps(original)
+    def call(worker: Any) -> None:
+        if not is_ours(worker.weight_transfer_engine):
+            return original(worker)
+        return worker.weight_transfer_engine.disconnect()  # type: ignore[no-any-return]
+
+    call._tensorhub = True  # type: ignore[attr-defined]
+    return call
+
+
+def from_all_ranks(text: str) -> list[str]:
+    """Return what every rank of the engine says, in order of rank; each at most `_MAX_TEXT_BYTES`."""
     from vllm.distributed import get_world_group
 
     group = get_world_group()

@@ -71,6 +71,7 @@ class EngineFront:
         await self._engine.update_weight_version(str(self.status.version))
         if self.config.follow and self.config.version == "latest":
             self._following = asyncio.create_task(self._follow(), name="tensorhub-follow")
+            self._following.add_done_callback(_log_end)
 
     async def swap(self, version: int | Literal["latest"], mode: PauseMode) -> SwapOutcome:
         """Carry out one swap; a second one waits for the first. Raises DeadlineExceeded if that takes too long."""
@@ -166,6 +167,11 @@ class EngineFront:
         if not isinstance(reply, Available):
             raise StateError(f"the hub answered a wait with {reply}")
         return (reply.epoch, reply.number)
+
+
+def _log_end(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("the engine no longer follows the hub", exc_info=task.exception())
 
 
 class TensorHubRoutes:

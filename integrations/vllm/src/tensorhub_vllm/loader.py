@@ -23,7 +23,7 @@ from tensorhub_core.engine.logical import LogicalTensor
 from tensorhub_core.engine.shard import EngineShard
 from tensorhub_core.engine.staging import Staging
 from tensorhub_core.engine.waiting import await_version
-from tensorhub_core.errors import ConfigError, StateError, VersionUnavailable
+from tensorhub_core.errors import ConfigError, StateError, VersionConflict, VersionUnavailable
 from tensorhub_core.settings import load_settings
 from tensorhub_vllm import compat
 from tensorhub_vllm.memory import LoadedWeights
@@ -78,7 +78,10 @@ class TensorHubLoader(DefaultModelLoader):
         if self._config.bootstrap and compat.from_first_rank("load" if session.nothing_there() else "fill") == "load":
             logger.info("no version of %r anywhere: loading from disk as version 0", self._config.model)
             self.load_weights(memory.model, model_config)
-            return session.publish_first(memory, self._seen)
+            shard = session.publish_first(memory, self._seen)
+            if shard is not None:
+                return shard
+            logger.info("another engine was first to publish: filling from peers after all")
         return session.fill(memory)
 
 
@@ -118,12 +121,22 @@ class HubSession:
         self._log_start(shard)
         return shard
 
-    def publish_first(self, memory: LoadedWeights, sources: list[LogicalTensor]) -> EngineShard:
-        """Process what was loaded from disk and publish it as version 0."""
+    def publish_first(self, memory: LoadedWeights, sources: list[LogicalTensor]) -> EngineShard | None:
+        """Process what was loaded from disk and publish it as version 0.
+
+        Returns None on every rank if another replica was faster with other bytes, or with a newer version.
+        """
         shard = self._shard(memory, fit_logical(memory, sources))
         shard.register()
         memory.process()
-        shard.bootstrap(BOOTSTRAP_VERSION)
+        conflict = ""
+        try:
+            shard.bootstrap(BOOTSTRAP_VERSION)
+        except VersionConflict as error:
+            conflict = str(error)
+        if any(compat.from_all_ranks(conflict)):
+            shard.close()
+            return None
         self._log_start(shard)
         return shard
 

@@ -57,6 +57,7 @@ class TensorHubTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
+    _connected_here = False
 
     @property
     def _shard(self) -> EngineShard | None:
@@ -74,6 +75,7 @@ class TensorHubTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         memory = LoadedWeights(self.model, self.vllm_config, self.model_config, self.device, slots)
         session = HubSession(config, unique_replica(config))
         object.__setattr__(self.model, ATTRIBUTE, session.attach(memory))
+        self._connected_here = True
 
     def start_weight_update(self) -> None:
         """Nothing to prepare: memory is touched only when a version is promised."""
@@ -98,6 +100,13 @@ class TensorHubTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do: an update is whole or was refused."""
+
+    def disconnect(self) -> None:
+        """Leave the hub if `init_transfer_engine` connected; an engine that was started from a hub stays in it."""
+        if self._connected_here:
+            self.shutdown()
+            object.__delattr__(self.model, ATTRIBUTE)
+            self._connected_here = False
 
     def shutdown(self) -> None:
         """Take this rank's copy back and leave the hub."""
