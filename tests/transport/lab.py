@@ -68,9 +68,15 @@ class Peer(Protocol):
 class Lab:
     """A reader under test and its peers."""
 
-    def __init__(self, reader: Transport, peer: Callable[[], Peer], settle: Callable[[], None]) -> None:
-        """`peer` returns one that nothing has happened to; `settle` lets bytes land that are still on their way."""
+    def __init__(
+        self, reader: Transport, peer: Callable[[], Peer], settle: Callable[[], None], busy_s: float = 0.0
+    ) -> None:
+        """`peer` returns one that nothing has happened to; `settle` lets bytes land that are still on their way.
+
+        `busy_s` is how long a reader may well have no time for its reads.
+        """
         self.reader = reader
+        self.busy_s = busy_s
         self.peer = peer
         self.settle = settle
 
@@ -275,7 +281,7 @@ def open_lab(kind: str, pool: Pool, set_environment: Callable[[str, str], None])
         taken.append(pool.take(kind))
         return taken[-1]
 
-    lab = Lab(make_transport("nixl"), peer, lambda: time.sleep(1.0))
+    lab = Lab(make_transport("nixl"), peer, lambda: time.sleep(1.0), busy_s=8.0)
     try:
         yield lab
     finally:

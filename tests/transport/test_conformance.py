@@ -241,6 +241,20 @@ def test_a_peer_killed_while_it_sends(lab: Lab) -> None:
 
 
 @in_flight
+def test_a_reader_that_had_no_time_for_a_while_reads_on(lab: Lab) -> None:
+    peer = lab.peer()
+    memory = lab.memory(BIG)
+    attached = lab.reader.attach(peer.description)
+    run = batch((memory.ctypes.data, peer.address, BIG))
+    read = lab.reader.post(attached, run)
+    assert lab.reader.poll(read).state is ReadState.ACTIVE
+    time.sleep(lab.busy_s)
+    assert lab.end_of(read) is ReadState.DONE
+    assert lab.reader.close(read)
+    assert np.array_equal(memory, peer.data)
+
+
+@in_flight
 def test_nothing_of_a_stopped_peer_lands_after_a_fence(lab: Lab) -> None:
     peer = lab.peer()
     memory = lab.memory(BIG)

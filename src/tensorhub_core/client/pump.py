@@ -150,7 +150,7 @@ class Pump:
         for source, flow in enumerate(self._flows):
             reason = flow.stalled(now)
             if reason:
-                raise _SourceFailed(source, "stalled", reason)
+                raise self._failed(source, "stalled", reason)
 
     # --- posting ----------------------------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class Pump:
         try:
             read = self._transport.post(peer.peer, batch)
         except TransportError as error:
-            raise self._failed(source, str(error)) from None
+            raise self._failed(source, "lost", str(error)) from None
         flight = _Flight(read, part, source, self._slot if staged else -1, now)
         self._flights.append(flight)
         self._unverified_bytes += part.length_bytes
@@ -253,11 +253,11 @@ class Pump:
         if progress.state is ReadState.ACTIVE:
             return
         if progress.state is ReadState.FAILED:
-            raise self._failed(flight.source, progress.error)
+            raise self._failed(flight.source, "lost", progress.error)
         self._flights.remove(flight)
         if not self._transport.close(flight.read):
             self._unquiet = True
-            raise self._failed(flight.source, "the transport reported a read done and then that it may still write")
+            raise self._failed(flight.source, "lost", "a read was reported done, and then that it may still write")
         self._flows[flight.source].ended(flight.part.length_bytes, flight.posted_s, self._clock.now())
         attached = self._attached[flight.source]
         if attached is not None:
@@ -276,11 +276,11 @@ class Pump:
         landed = Landed(part.begin, part.end, slot, flight.slot)
         self._verifier.submit(self._job.checker, landed, self._job.deliver)
 
-    def _failed(self, source: int, detail: str) -> _SourceFailed:
-        """Name the failure of a read: a source that never gave a byte cannot be reached from here."""
+    def _failed(self, source: int, kind: str, detail: str) -> _SourceFailed:
+        """Name the failure of a source: one that never gave a byte cannot be reached from here."""
         attached = self._attached[source]
         proven = attached is not None and attached.proven
-        return _SourceFailed(source, "lost" if proven else "unreachable", detail)
+        return _SourceFailed(source, kind if proven else "unreachable", detail)
 
     # --- verified ---------------------------------------------------------------------------------------------------
 

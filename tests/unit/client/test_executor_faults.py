@@ -102,6 +102,8 @@ def test_a_failed_read_fences_and_the_next_job_reads_the_rest(worlds: list[World
 def test_a_source_that_never_gave_a_byte_is_unreachable(worlds: list[World]) -> None:
     worlds.append(world := World(FaultPlan(reads={0: Fault(FaultKind.FAIL)})))
     assert world.read().kind == "unreachable"
+    worlds.append(world := World(FaultPlan(chances={Fault(FaultKind.STALL): 1.0})))
+    assert world.read().kind == "unreachable"
     worlds.append(world := World(FaultPlan(unreachable=frozenset({0}))))
     outcome = world.read()
     assert (outcome.end, outcome.kind) == (ReadEnd.SOURCE_FAILED, "unreachable")
