@@ -52,7 +52,7 @@ def world(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) ->
     """Start everything at once."""
     logs, bare = tmp_path_factory.mktemp("logs"), checkpoints.bare(KIND)
     with (
-        serve("tcp://127.0.0.1:0", lease_s=2.0, heartbeat_s=0.5) as hub,
+        serve("tcp://127.0.0.1:0", lease_s=60.0, heartbeat_s=1.0) as hub,
         training(hub.address, checkpoints(KIND, 1)) as trainer,
     ):
         config: dict[str, Any] = {"server": hub.address, "timeout_s": 30}
@@ -241,6 +241,14 @@ def test_the_follower_heals_by_itself_when_a_source_appears(world: World) -> Non
     body = world.follower.wait(version)
     assert body["error"] is None
     assert world.follower.generate(PROMPT, 8)["weight_versions"][0]["version"] == str(version)
+
+
+def test_an_engine_that_ends_leaves_the_hub_before(world: World) -> None:
+    """Last: it ends the server. The hub's lease is far longer than what is waited here."""
+    replica = world.told.version()["replica"]
+    world.told.process.terminate()
+    assert world.told.process.wait(30) == 0
+    assert replica not in {row for info in world.trainer.worker.versions() for row in info.replicas}
 
 
 def test_the_log_is_readable(world: World) -> None:

@@ -6,12 +6,13 @@ Written against vLLM 0.32. Each function says what it relies on, so that a new r
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -148,6 +149,23 @@ def guard_native_rpcs(is_ours: Callable[[Any], bool]) -> None:
     original = Worker.shutdown_weight_transfer_engine
     if not getattr(original, "_tensorhub", False):
         Worker.shutdown_weight_transfer_engine = _disconnecting(original, is_ours)
+
+
+def before_shutdown(engine: Any, leave: Callable[[], Coroutine[Any, Any, None]], timeout_s: float) -> None:
+    """Have `leave` run before vLLM ends its engine, which it does by killing the workers (`--shutdown-timeout 0`).
+
+    vLLM calls `shutdown` from another thread than the event loop's; `leave` is given `timeout_s`.
+    """
+    loop, original = asyncio.get_running_loop(), engine.shutdown
+
+    @functools.wraps(original)
+    def shutdown(*args: Any, **kwargs: Any) -> None:
+        with contextlib.suppress(Exception):
+            if loop.is_running() and asyncio.events._get_running_loop() is not loop:
+                asyncio.run_coroutine_threadsafe(leave(), loop).result(timeout_s)
+        original(*args, **kwargs)
+
+    engine.shutdown = shutdown
 
 
 def _guarded(original: Callable[..., None], is_ours: Callable[[Any], bool]) -> Callable[..., None]:

@@ -36,12 +36,14 @@ from tensorhub_core.errors import ConfigError, DeadlineExceeded, StateError
 from tensorhub_core.ids import VersionKey
 from tensorhub_core.settings import load_settings
 from tensorhub_core.state.messages import Available, Reply
-from tensorhub_vllm import BACKEND
+from tensorhub_vllm import BACKEND, compat
 from tensorhub_vllm.worker_ext import report_of
 
 logger = init_logger("vllm.tensorhub.http")
 _WAIT_S = 30.0
 """How long the follow loop waits before it looks at the engine's status again."""
+_LEAVE_S = 10.0
+"""How long an engine that ends waits for those who still read from it."""
 
 
 class EngineFront:
@@ -69,9 +71,19 @@ class EngineFront:
         self._swapper.started([report_of(reply) for reply in replies])
         self._observer = await asyncio.to_thread(observe, self.config.server, model=self.config.model)
         await self._engine.update_weight_version(str(self.status.version))
+        compat.before_shutdown(self._engine, self.leave, _LEAVE_S)
         if self.config.follow and self.config.version == "latest":
             self._following = asyncio.create_task(self._follow(), name="tensorhub-follow")
             self._following.add_done_callback(_log_end)
+
+    async def leave(self) -> None:
+        """Stop following and let every rank leave the hub, so that nobody is sent to an engine that ends."""
+        if self._following is not None:
+            self._following.cancel()
+        async with self._lock:
+            await self._ranks("tensorhub_leave")
+        if self._observer is not None:
+            await asyncio.to_thread(self._observer.close)
 
     async def swap(self, version: int | Literal["latest"], mode: PauseMode) -> SwapOutcome:
         """Carry out one swap; a second one waits for the first. Raises DeadlineExceeded if that takes too long."""

@@ -41,6 +41,15 @@ class TensorHubWorkerExtension:
         """Offer this rank's memory if it is not offered yet."""
         return self._tensorhub(lambda shard: _wire(shard.publish()))
 
+    def tensorhub_leave(self) -> Reply:
+        """Take this rank's copy back, let its readers finish for a bounded time, and leave the hub."""
+
+        def leave(shard: EngineShard) -> Reply:
+            shard.close()
+            return _wire(shard.report())
+
+        return self._tensorhub(leave)
+
     def _tensorhub(self, call: Any) -> Reply:
         try:
             shard = getattr(self.get_model(), ATTRIBUTE, None)  # type: ignore[attr-defined]
