@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _LEAVE_S = 1.0
+_CACHED_LAYOUTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,8 @@ class Observer:
             reply = self._session.request(GetBlob(digest), deadline)
             if not isinstance(reply, Blob):
                 raise StateError(f"the server answered a question about a layout with {type(reply).__name__}")
+            if len(self._layouts) >= _CACHED_LAYOUTS:
+                self._layouts.clear()
             layout = self._layouts[digest] = decode_layout(reply.data)
         return layout
 

@@ -1,6 +1,6 @@
-"""One rank of a tensor-parallel group without an engine: does filling by traced boxes equal vLLM's own loading?
+"""One rank of a group without an engine: does filling by traced boxes equal vLLM's own loading?
 
-    python -m tests.engines.vllm.rank RANKS RANK INIT_FILE CHECKPOINT...
+    python -m tests.engines.vllm.rank TENSOR_PARALLEL PIPELINE_PARALLEL RANK INIT_FILE CHECKPOINT...
 
 Prints one JSON line for each checkpoint.
 """
@@ -80,7 +80,7 @@ def _fill(traced: Any, real: dict[str, torch.Tensor], parameters: dict[str, torc
     return {name: parameter.data.clone() for name, parameter in parameters.items()}
 
 
-def main(ranks: int, rank: int, init: str, checkpoints: list[str]) -> None:
+def main(tensor: int, pipeline: int, rank: int, init: str, checkpoints: list[str]) -> None:
     """Join the group and check every checkpoint."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
@@ -91,15 +91,16 @@ def main(ranks: int, rank: int, init: str, checkpoints: list[str]) -> None:
             model=checkpoint,
             enforce_eager=True,
             max_model_len=256,
-            tensor_parallel_size=ranks,
-            distributed_executor_backend="mp" if ranks > 1 else None,
+            tensor_parallel_size=tensor,
+            pipeline_parallel_size=pipeline,
+            distributed_executor_backend="mp" if tensor * pipeline > 1 else None,
         ).create_engine_config()
         with set_current_vllm_config(config):
             if number == 0:
-                init_distributed_environment(ranks, rank, f"file://{init}", rank, "gloo")
-                ensure_model_parallel_initialized(ranks, 1)
+                init_distributed_environment(tensor * pipeline, rank, f"file://{init}", rank, "gloo")
+                ensure_model_parallel_initialized(tensor, pipeline)
             print(json.dumps(check(config, Path(checkpoint))), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:])

@@ -32,6 +32,22 @@ def test_bootstrap_publishes_version_0_which_fills_others(checkpoints: Checkpoin
         assert expected == fresh(checkpoints(KIND, 1))
 
 
+def test_a_bootstrap_that_comes_second_fills_from_peers(
+    checkpoints: Checkpoints, hub: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines may both find nothing; the slower one must not insist on its version 0."""
+    from tensorhub_vllm.loader import HubSession
+
+    expected = fresh(checkpoints(KIND, 2))
+    monkeypatch.setattr(HubSession, "nothing_there", lambda self: True)
+    with (
+        training(hub.address, checkpoints(KIND, 2), version=5),
+        following(checkpoints(KIND, 1), hub.address, bootstrap=True) as (llm, engine),
+    ):
+        assert (engine.status.version, engine.status.shards[0].source) == (5, "trainer")
+        assert answers(llm) == expected
+
+
 def test_an_engine_waits_for_the_first_version(checkpoints: Checkpoints, hub: Server) -> None:
     published = threading.Event()
 
