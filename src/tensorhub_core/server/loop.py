@@ -126,7 +126,7 @@ class ServerLoop:
         errors = self.counters.errors
         self._step(Tick())
         if self.counters.errors > errors:
-            self._tick_not_before = now + FAILED_TICK_PAUSE_S
+            self._tick_not_before = self._clock.now() + FAILED_TICK_PAUSE_S
         self._outbox.sweep(now)
 
     # --- receiving ----------------------------------------------------------------------------------------------
