@@ -63,6 +63,9 @@ def main() -> int:
     }
     (RESULTS / "all.json").write_text(json.dumps(document, indent=2) + "\n")
     print(f"\nwritten to {(RESULTS / 'all.json').relative_to(HERE.parent)}")
+    missed = [f"{name}: {row.case}" for name, row in rows if row.ok is False]
+    if missed:
+        print(f"goals missed: {'; '.join(missed)}")
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))
