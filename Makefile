@@ -23,7 +23,7 @@ env-megatron:  ## Make the Megatron environment, .envs/megatron
 
 envs: env-vllm env-sglang env-megatron  ## Make all engine environments
 
-demo: setup env-vllm  ## The whole idea on a real model: an RL loop and two vLLM engines that follow it (10 minutes)
+demo: setup env-vllm  ## The whole idea on a real model: an RL loop and two vLLM engines that follow it (5 minutes)
 	@$(PYTHON) -m tools.smollm2
 	@.envs/vllm/bin/python demo/run.py
 
