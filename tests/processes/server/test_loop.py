@@ -97,19 +97,19 @@ def test_an_exception_of_the_machine_is_answered_counted_and_logged(
 
 
 def test_failing_ticks_do_not_make_the_loop_spin(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks: list[float] = []
+    ticks: dict[int, list[float]] = {}  # by thread: other servers of this process tick too
 
     def broken(state: Any, event: Event, now: float) -> Any:
         if isinstance(event, Tick):
-            ticks.append(now)
+            ticks.setdefault(threading.get_ident(), []).append(now)
             raise RuntimeError("every tick fails")
         return step(state, event, now)
 
     with RawClient(server.address) as client:
         client.hello()
         monkeypatch.setattr(loop_module, "step", broken)
-        eventually(lambda: len(ticks) >= 4, "ticks go on")
-        gaps = [later - earlier for earlier, later in itertools.pairwise(ticks)]
+        eventually(lambda: any(len(times) >= 4 for times in list(ticks.values())), "ticks go on")
+        gaps = [later - earlier for times in ticks.values() for earlier, later in itertools.pairwise(times)]
         assert min(gaps) >= loop_module.FAILED_TICK_PAUSE_S * 0.9
         assert isinstance(client.ask(Heartbeat()), Ok)
 
