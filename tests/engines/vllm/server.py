@@ -76,6 +76,14 @@ class Stream:
     error: str = ""
     thread: threading.Thread = field(default_factory=threading.Thread)
 
+    def started(self, least: int = 8, timeout_s: float = 60.0) -> None:
+        """Wait until the first tokens have come."""
+        until_s = time.monotonic() + timeout_s
+        while len(self.tokens) < least:
+            assert time.monotonic() < until_s, "the request did not start"
+            assert self.thread.is_alive() or len(self.tokens) >= least, self.error
+            time.sleep(0.005)
+
     def join(self, timeout_s: float = 60.0) -> None:
         """Wait for the end."""
         self.thread.join(timeout_s)
