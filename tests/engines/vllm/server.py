@@ -76,7 +76,7 @@ class Stream:
     error: str = ""
     thread: threading.Thread = field(default_factory=threading.Thread)
 
-    def started(self, least: int = 8, timeout_s: float = 60.0) -> None:
+    def started(self, least: int, timeout_s: float = 60.0) -> None:
         """Wait until the first tokens have come."""
         until_s = time.monotonic() + timeout_s
         while len(self.tokens) < least:

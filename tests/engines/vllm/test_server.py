@@ -146,7 +146,7 @@ def swap_in_flight(world: World, references: References, mode: str) -> Flight:
         old = (str(world.told.version()["version"]), references.tokens[seed])
         version = world.publish(3 - seed)
         running = stream(world.told, PROMPT, LONG)
-        running.started()
+        running.started(LONG // 4)
         reply = world.told.update(version=version, mode=mode)
         queued = stream(world.told, PROMPT, 16)
         world.seed = 3 - seed
