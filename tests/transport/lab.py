@@ -225,7 +225,7 @@ class Pool:
         if idle:
             return idle.pop()
         self._started += 1
-        return ProcessPeer("nixl", self._started)
+        return ProcessPeer(kind.partition("-")[0], self._started)
 
     def give_back(self, kind: str, peer: ProcessPeer) -> None:
         """Keep a peer for the next test, or end it if something was done to it."""
@@ -262,7 +262,10 @@ def memory_lab(faults: bool) -> tuple[Lab, list[MemoryPeer]]:
 
 @contextlib.contextmanager
 def open_lab(kind: str, pool: Pool, set_environment: Callable[[str, str], None]) -> Iterator[Lab]:
-    """Open the lab of one kind: `memory`, `faults` (a plan without faults), `nixl-tcp` or `nixl` (UCX's own choice)."""
+    """Open the lab of one kind: `memory`, `faults` (a plan without faults), or a transport's name.
+
+    `nixl` leaves UCX its choice, `nixl-tcp` does not.
+    """
     if kind in ("memory", "faults"):
         lab, members = memory_lab(kind == "faults")
         try:
@@ -281,7 +284,7 @@ def open_lab(kind: str, pool: Pool, set_environment: Callable[[str, str], None])
         taken.append(pool.take(kind))
         return taken[-1]
 
-    lab = Lab(make_transport("nixl"), peer, lambda: time.sleep(1.0), busy_s=8.0)
+    lab = Lab(make_transport(kind.partition("-")[0]), peer, lambda: time.sleep(1.0), busy_s=8.0)
     try:
         yield lab
     finally:

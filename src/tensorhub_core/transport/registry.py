@@ -8,8 +8,8 @@ from tensorhub_core.errors import TransportError
 from tensorhub_core.transport.base import Transport
 from tensorhub_core.transport.memory import MemoryNetwork, MemoryTransport
 
-TRANSPORTS: tuple[str, ...] = ("nixl",)
-"""The transports that move bytes between processes, best first."""
+TRANSPORTS: tuple[str, ...] = ("nixl", "tcp", "cma")
+"""The transports that move bytes between processes; `auto` takes the best of them for each peer."""
 
 
 def why_unavailable(name: str) -> str:
@@ -29,12 +29,25 @@ def make_transport(
     `token` makes its agents' names unique (None = drawn here). `interface` names the one network interface to use,
     `network` the one inside this process that `memory` joins.
     """
+    token = secrets.token_hex(8) if token is None else token
+    if name == "auto":
+        from tensorhub_core.transport.auto import AutoTransport
+
+        return AutoTransport(token, interface=interface)
     if name == "nixl":
         from tensorhub_core.transport.nixl import NixlTransport
 
-        return NixlTransport(secrets.token_hex(8) if token is None else token, interface=interface)
+        return NixlTransport(token, interface=interface)
+    if name == "tcp":
+        from tensorhub_core.transport.tcp import TcpTransport
+
+        return TcpTransport(token, interface=interface)
+    if name == "cma":
+        from tensorhub_core.transport.cma import CmaTransport
+
+        return CmaTransport(token)
     if name == "memory":
         if network is None:
             raise TransportError("the memory transport moves bytes inside one process only: give it the network")
         return MemoryTransport(network)
-    raise TransportError(f"there is no transport {name!r}: choose among {', '.join((*TRANSPORTS, 'memory'))}")
+    raise TransportError(f"there is no transport {name!r}: choose among {', '.join(('auto', *TRANSPORTS, 'memory'))}")
