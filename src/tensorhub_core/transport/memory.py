@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tensorhub_core.errors import TransportError
 from tensorhub_core.transport.base import Batch, PeerId, Progress, ReadId, ReadState, Region
 from tensorhub_core.transport.description import decode_description, encode_description
+from tensorhub_core.transport.extents import Extents
 
 _UNBOUNDED = 1 << 62
 
@@ -261,14 +262,7 @@ def covered(
     regions: Sequence[Region], addresses: NDArray[np.uint64], length_bytes: NDArray[np.uint64], device: str
 ) -> bool:
     """Tell whether every run [runs] lies inside one of the regions."""
-    ours = sorted((r.address, r.address + r.length_bytes) for r in regions if r.device == device)
-    if not ours:
-        return False
-    low, high = np.array(ours, np.uint64).T
-    # A region may lie inside another: compare with the furthest end of all that begin no later.
-    high = np.maximum.accumulate(high)
-    at = np.searchsorted(low, addresses, side="right")
-    return bool(np.all(at > 0) and np.all(addresses + length_bytes <= high[at - 1]))
+    return Extents(regions).cover(addresses, length_bytes, device)
 
 
 def _sound(regions: Sequence[Region]) -> list[Region]:
