@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,9 @@ _folder = pytest.StashKey[Path]()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hide the user's settings, and keep an embedded server and its files inside this run."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell's background job ignores Ctrl-C, and so would every command that a test interrupts.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in [name for name in os.environ if name.startswith("TENSORHUB_")]:
         del os.environ[name]
     folder = Path(tempfile.mkdtemp(prefix="tensorhub-tests-"))

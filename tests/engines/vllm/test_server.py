@@ -154,7 +154,7 @@ def swap_in_flight(world: World, references: References, mode: str) -> Flight:
         old = (str(world.told.version()["version"]), references.tokens[seed])
         version = world.publish(3 - seed)
         running = stream(world.told, PROMPT, LONG)
-        running.started(LONG // 4)
+        running.started(8)
         reply = world.told.update(version=version, mode=mode)
         queued = stream(world.told, QUEUED, 16)
         world.seed = 3 - seed
