@@ -61,7 +61,9 @@ class ClientConfig:
     close_timeout_s: float = _setting(30.0, "seconds that `close()` waits for readers of the copy", least=0.0)
     zone: str = _setting("", "datacentre of this process: sources in the same zone are preferred")
     host: str = _setting("", "name of this machine; empty = the host name")
-    transport: str = _setting("auto", "data plane", choices=("auto", "nixl", "memory"))
+    transport: str = _setting(
+        "auto", "data plane; auto = the best for each peer", choices=("auto", "nixl", "tcp", "cma", "memory")
+    )
     interface: str | None = _setting(None, "network interface the data plane uses; None = the transport's choice")
     segment_bytes: int = _setting(4 << 20, "size of a segment: the unit of transfer, check and resume", least=4096)
     window: int = _setting(8, "reads in flight to one source", least=1)

@@ -12,7 +12,7 @@ from tensorhub_core.errors import TransportError
 from tensorhub_core.transport.base import Batch, ReadState, Region
 from tests.transport.lab import HAS_NIXL, PEER_BYTES, SENTINEL, Lab, Pool, batch, open_lab
 
-KINDS = ["memory", "faults", "nixl", "nixl-tcp"]
+KINDS = ["memory", "faults", "nixl", "nixl-tcp", "cma", "auto"]
 IN_FLIGHT = ["memory", "faults", "nixl-tcp"]
 """The kinds on which a read can be caught on its way: UCX copies between processes of one machine inside `post`."""
 

@@ -20,6 +20,7 @@ from tensorhub_core.layout.canonical import decode_layout, digest_of
 from tensorhub_core.layout.segments import SegmentTable, segment_table
 from tensorhub_core.layout.types import Layout, Placement
 from tensorhub_core.state.messages import Blob, GetBlob, Reply, Request, Source
+from tensorhub_core.transport.description import ways_of
 
 Call = Callable[[Request, Deadline], Reply]
 _CACHED_BYTES = 64 << 20
@@ -143,14 +144,18 @@ class Whereabouts:
 
 
 def decode_placement(data: bytes, known: KnownLayout, transport: str) -> Whereabouts:
-    """Decode and check a placement blob from anyone; raises LayoutMismatch saying what is wrong."""
+    """Decode and check a placement blob from anyone; raises LayoutMismatch or TransportError saying what is wrong.
+
+    The source has to serve in a way by which `transport` reads: `auto` on either side stands for several.
+    """
     try:
         placement = msgspec.msgpack.decode(data, type=Placement)
     except (msgspec.DecodeError, RecursionError) as error:
         raise LayoutMismatch(f"a placement cannot be read: {error}") from None
-    if placement.transport != transport:
+    if not ways_of(transport) & ways_of(placement.transport, placement.agent):
         raise LayoutMismatch(
-            f"the source is reached by {placement.transport[:32]!r}, this worker reads by {transport!r}"
+            f"the source is reached by {placement.transport[:32]!r}, this worker reads by {transport!r}, and they have "
+            "no way in common: give both the same transport"
         )
     storages = len(known.layout.storages)
     if len(placement.addresses) != 8 * storages or len(placement.devices) != storages:

@@ -1,12 +1,24 @@
-"""Carry what a peer needs for `attach` in one bounded envelope, whatever the transport puts into it."""
+"""Carry what a peer needs for `attach` in one bounded envelope, whatever the transport puts into it.
+
+A peer that serves in several ways (`auto`) puts the envelope of each into one of its own. A reader that was told which
+transport to use finds its own inside; one that may choose takes a single one as an offer of one.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import xxhash
 
 from tensorhub_core.errors import TransportError
+from tensorhub_core.transport.host import Host
 
+AUTO = "auto"
+WAYS: tuple[str, ...] = ("cma", "nixl", "tcp")
+"""What `auto` chooses from."""
+_MOST_MEMBERS = 16
 FORMAT = 1
 MAX_DESCRIPTION_BYTES = 16 << 20
 """Upper bound of a description: NIXL needs about 44 bytes per region."""
@@ -24,6 +36,24 @@ class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     """xxh3_128 of `metadata`: NIXL does not recover from metadata that were cut off or damaged on the way."""
 
 
+class Members(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What `auto` has instead of connection data of its own: `descriptions` holds an envelope for each way."""
+
+    host: Host | None
+    rdma: bool
+    descriptions: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The ways to a peer, as envelopes by transport; where it is and whether it has RDMA, if it says so."""
+
+    agent: str
+    descriptions: Mapping[str, bytes]
+    host: Host | None = None
+    rdma: bool = False
+
+
 def encode_description(transport: str, agent: str, metadata: bytes) -> bytes:
     """Encode an envelope; raises TransportError above MAX_DESCRIPTION_BYTES."""
     data = msgspec.msgpack.encode(Description(FORMAT, transport, agent, metadata, _digest(metadata)))
@@ -36,7 +66,42 @@ def encode_description(transport: str, agent: str, metadata: bytes) -> bytes:
 
 
 def decode_description(data: bytes, transport: str) -> Description:
-    """Decode an envelope from anyone; raises TransportError unless it is a sound one of `transport`."""
+    """Decode an envelope from anyone; raises TransportError unless it is, or holds, a sound one of `transport`."""
+    found = _decode(data)
+    if found.transport == AUTO != transport:
+        inside = _members(found)[1]
+        if transport not in inside:
+            offered = ", ".join(sorted(inside)) or "nothing"
+            raise TransportError(f"the peer serves by {offered}, this side reads by {transport!r} alone")
+        found = _decode(inside[transport])
+    if found.transport != transport:
+        raise TransportError(f"the peer serves by {found.transport[:32]!r}, this side reads by {transport!r}")
+    return found
+
+
+def encode_offer(agent: str, host: Host | None, rdma: bool, descriptions: Sequence[bytes]) -> bytes:
+    """Encode the envelope of a peer that serves in several ways; raises TransportError if it is too long."""
+    members = Members(host, rdma, tuple(descriptions))
+    return encode_description(AUTO, agent, msgspec.msgpack.encode(members))
+
+
+def decode_offer(data: bytes) -> Offer:
+    """Decode an envelope of any kind from anyone; raises TransportError unless it is sound."""
+    found = _decode(data)
+    if found.transport != AUTO:
+        return Offer(found.agent, {found.transport: data})
+    members, inside = _members(found)
+    return Offer(found.agent, inside, members.host, members.rdma)
+
+
+def ways_of(transport: str, description: bytes = b"") -> frozenset[str]:
+    """Return by which transports a side reads (without a description) or serves; raises TransportError."""
+    if transport != AUTO:
+        return frozenset((transport,))
+    return frozenset(decode_offer(description).descriptions if description else WAYS)
+
+
+def _decode(data: bytes) -> Description:
     if len(data) > MAX_DESCRIPTION_BYTES:
         raise TransportError(f"a peer's description of {len(data):,} bytes is over {MAX_DESCRIPTION_BYTES:,}")
     try:
@@ -45,13 +110,22 @@ def decode_description(data: bytes, transport: str) -> Description:
         raise TransportError(f"a peer's description cannot be read: {error}") from None
     if found.format != FORMAT:
         raise TransportError(f"a peer's description has format {found.format}, this side reads {FORMAT}")
-    if found.transport != transport:
-        raise TransportError(f"the peer serves by {found.transport[:32]!r}, this side reads by {transport!r}")
     if not 0 < len(found.agent.encode(errors="surrogatepass")) <= MAX_AGENT_NAME_BYTES:
         raise TransportError("a peer's description names no agent, or one with too long a name")
     if _digest(found.metadata) != found.digest:
         raise TransportError("a peer's description was damaged on the way")
     return found
+
+
+def _members(found: Description) -> tuple[Members, dict[str, bytes]]:
+    """Return what an envelope of several holds, and its members by transport."""
+    try:
+        members = msgspec.msgpack.decode(found.metadata, type=Members)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise TransportError(f"a peer's description cannot be read: {error}") from None
+    if len(members.descriptions) > _MOST_MEMBERS:
+        raise TransportError(f"a peer's description has {len(members.descriptions)} ways to it, over {_MOST_MEMBERS}")
+    return members, {_decode(data).transport: data for data in members.descriptions}
 
 
 def _digest(metadata: bytes) -> bytes:

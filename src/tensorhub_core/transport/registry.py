@@ -33,7 +33,7 @@ def make_transport(
     if name == "auto":
         from tensorhub_core.transport.auto import AutoTransport
 
-        return AutoTransport(token, interface=interface)
+        return AutoTransport(token, make=lambda way: make_transport(way, token=token, interface=interface))
     if name == "nixl":
         from tensorhub_core.transport.nixl import NixlTransport
 
