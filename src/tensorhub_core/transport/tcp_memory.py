@@ -1,0 +1,98 @@
+"""Look at memory by its address, as views that sockets send from and receive into."""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tensorhub_core.errors import TransportError
+from tensorhub_core.transport.base import Region
+
+MOST_VIEWS = 1024
+"""What one system call takes (UIO_MAXIOV)."""
+_MOST_ADDRESS = 1 << 62
+
+
+def sound(regions: Sequence[Region]) -> list[Region]:
+    """Return the regions that have bytes; raises TransportError for one that sockets cannot reach."""
+    for region in regions:
+        if region.device != "cpu":
+            raise TransportError(f"the tcp transport moves only CPU memory, not {region.device!r}: use nixl for that")
+        if region.length_bytes < 0 or (region.length_bytes and region.address <= 0):
+            raise TransportError(f"{region} is not memory")
+        if region.address + region.length_bytes > _MOST_ADDRESS:
+            raise TransportError(f"{region} lies where no process has memory")
+    return [region for region in regions if region.length_bytes]
+
+
+def merge(
+    addresses: NDArray[np.uint64], length_bytes: NDArray[np.uint64]
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Return the same bytes in the same order as fewer runs: neighbours are joined, empty runs left out."""
+    if not length_bytes.all():
+        addresses, length_bytes = addresses[length_bytes > 0], length_bytes[length_bytes > 0]
+    if len(addresses) < 2:
+        return addresses, length_bytes
+    first = np.empty(len(addresses), np.bool_)
+    first[0] = True
+    np.not_equal(addresses[1:], addresses[:-1] + length_bytes[:-1], out=first[1:])
+    begins = np.flatnonzero(first)
+    return addresses[begins], np.add.reduceat(length_bytes, begins)
+
+
+def address_space() -> memoryview:
+    """Return all memory as one view, indexed by address: a slice of it is a run. Nothing is touched before it is."""
+    return memoryview((ctypes.c_ubyte * _MOST_ADDRESS).from_address(0)).cast("B")
+
+
+class Vector:
+    """Runs of memory that are sent or filled from the front, a part at a time."""
+
+    __slots__ = ("_at", "_done", "_ends", "_views", "total_bytes")
+
+    def __init__(
+        self,
+        space: memoryview,
+        addresses: NDArray[np.uint64],
+        length_bytes: NDArray[np.uint64],
+        head: bytes = b"",
+    ) -> None:
+        """Take runs [runs] of an address space, behind the bytes of `head`."""
+        addresses, length_bytes = merge(addresses, length_bytes)
+        ends = addresses + length_bytes
+        self._views = [space[begin:end] for begin, end in zip(addresses.tolist(), ends.tolist(), strict=True)]
+        self._ends: list[int] = (np.cumsum(length_bytes) + np.uint64(len(head))).tolist()
+        if head:
+            self._views.insert(0, memoryview(head))
+            self._ends.insert(0, len(head))
+        self._at = 0
+        self._done = 0
+        self.total_bytes = self._ends[-1] if self._ends else 0
+
+    @property
+    def left_bytes(self) -> int:
+        """Return how many bytes are still to go."""
+        return self.total_bytes - self._done
+
+    def front(self, most_bytes: int, most_views: int = MOST_VIEWS) -> list[memoryview]:
+        """Return views of the next bytes, within both bounds."""
+        at, end = self._at, self._done + most_bytes
+        stop = min(bisect_left(self._ends, end, at) + 1, at + most_views)
+        views = self._views[at:stop]
+        if views:
+            begun = self._done - (self._ends[at - 1] if at else 0)
+            if begun:
+                views[0] = views[0][begun:]
+            beyond = self._ends[at + len(views) - 1] - end
+            if beyond > 0:
+                views[-1] = views[-1][: len(views[-1]) - beyond]
+        return views
+
+    def advance(self, count: int) -> None:
+        """Count bytes that went."""
+        self._done += count
+        self._at = bisect_right(self._ends, self._done, self._at)

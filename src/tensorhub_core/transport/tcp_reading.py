@@ -1,0 +1,344 @@
+"""Read over TCP: one connection per peer that never blocks, and that only the caller's own calls drive.
+
+Nothing but `TcpConnection.drive` writes into the destination. So once a connection is dropped, no byte of its reads can
+land any more, whatever the peer still sends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import selectors
+import socket
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum
+
+from tensorhub_core.clock import Clock
+from tensorhub_core.errors import TransportError
+from tensorhub_core.transport.base import Progress, ReadState
+from tensorhub_core.transport.tcp_addresses import tune
+from tensorhub_core.transport.tcp_memory import Vector
+from tensorhub_core.transport.tcp_wire import (
+    CHALLENGE_BYTES,
+    HEADER_BYTES,
+    MOST_REQUEST_BYTES,
+    MOST_TEXT_BYTES,
+    NONCE_BYTES,
+    Endpoint,
+    Header,
+    Kind,
+    WireError,
+    decode_header,
+    decode_text,
+    encode_frame,
+    prove,
+    proves,
+)
+
+DRIVE_BYTES = 4 << 20
+"""What one call receives at most."""
+MOST_READS = 1024
+_MOST_UNSENT_BYTES = 4 * MOST_REQUEST_BYTES
+_CALL_BYTES = 1 << 20
+"""What one system call is offered: a list of runs that reaches far beyond what has arrived is built in vain."""
+_SELECT_S = 0.1
+_ENDED = "it closed the connection: its process has ended, or it has revoked its memory or given up this reader"
+_STRANGER = "it is not the peer of this description, but one that got its address"
+_ACTIVE = Progress(ReadState.ACTIVE)
+_DONE = Progress(ReadState.DONE)
+
+
+class TcpRead:
+    """A read on a connection: `vector` is where its bytes go."""
+
+    __slots__ = ("connection", "progress", "vector")
+
+    def __init__(self, vector: Vector) -> None:
+        self.vector = vector
+        self.progress = _ACTIVE
+        self.connection: TcpConnection | None = None
+
+
+class _Stage(Enum):
+    CONNECTING = 0
+    PROVING = 1
+    """HELLO is sent, CHALLENGE awaited."""
+    ENTERING = 2
+    """PROOF is sent, WELCOME awaited."""
+    OPEN = 3
+    CLOSED = 4
+
+
+class TcpConnection:
+    """A connection to one endpoint of a peer; a failure ends it and all its reads, and `error` says why."""
+
+    def __init__(self, endpoint: Endpoint, agent: str, secret: bytes, clock: Clock, timeout_s: float) -> None:
+        """Begin to connect; `drive` goes on. Each step of the way may take `timeout_s`."""
+        self.endpoint = endpoint
+        self.error = ""
+        self._agent, self._secret = agent, secret
+        self._clock, self._timeout_s = clock, timeout_s
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._unsent = bytearray()
+        self._requests: list[bytes] = []
+        """Those that wait until the connection is open."""
+        self._reads: deque[tuple[int, TcpRead]] = deque()
+        """Requests are answered in their order."""
+        self._posted = 0
+        self._head = memoryview(bytearray(HEADER_BYTES))
+        self._header: Header | None = None
+        """That of the reply that is being received."""
+        self._small = memoryview(b"")
+        """Where a header or a small payload goes."""
+        self._got = 0
+        family = socket.AF_INET6 if ":" in endpoint.address else socket.AF_INET
+        try:
+            self._socket = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:
+            raise TransportError(f"no socket can be made: {error}") from None
+        self._socket.setblocking(False)
+        self._enter(_Stage.CONNECTING)
+        self._expect_head()
+        self.drive()
+
+    @property
+    def opened(self) -> bool:
+        """Tell whether the peer has proved itself and lets this side read."""
+        return self._stage is _Stage.OPEN
+
+    @property
+    def closed(self) -> bool:
+        """Tell whether it is over."""
+        return self._stage is _Stage.CLOSED
+
+    @property
+    def idle(self) -> bool:
+        """Tell whether no read is on its way."""
+        return not self._reads
+
+    def fileno(self) -> int:
+        """Return what a selector waits for."""
+        return self._socket.fileno()
+
+    def awaited_events(self) -> int:
+        """Return the selector's events for which it is to be driven."""
+        if self._stage is _Stage.CONNECTING:
+            return selectors.EVENT_WRITE
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
+
+    def post(self, request: bytes, read: TcpRead) -> None:
+        """Ask for a read, and send what the socket takes; raises TransportError if too much was asked for."""
+        if len(self._reads) >= MOST_READS or len(self._unsent) > _MOST_UNSENT_BYTES:
+            raise TransportError(f"{self.endpoint} has {len(self._reads):,} reads to answer: poll them first")
+        self._posted = (self._posted + 1) & 0xFFFF
+        frame = encode_frame(Kind.READ, self._posted, request)
+        read.connection = self
+        self._reads.append((self._posted, read))
+        if self.opened:
+            self._unsent += frame
+        else:
+            self._requests.append(frame)
+        self.drive(0)
+
+    def drive(self, most_bytes: int = DRIVE_BYTES) -> None:
+        """Do what can be done without waiting: connect, send, receive up to a bound. A failure ends the connection."""
+        if self._stage is _Stage.CLOSED:
+            return
+        try:
+            if self._stage is _Stage.CONNECTING:
+                self._connect()
+            if self._unsent:
+                self._send()
+            if self._stage is not _Stage.CONNECTING:
+                self._receive(most_bytes)
+        except BlockingIOError:
+            pass
+        except WireError as error:
+            self.fail(str(error))
+        except OSError as error:
+            self.fail(error.strerror or str(error))
+        if self._stage is not _Stage.OPEN and not self.closed and self._clock.now() >= self._end_s:
+            self.fail(f"no answer within {self._timeout_s:g} s")
+
+    def fail(self, reason: str) -> None:
+        """End the connection, whose reads fail for this reason; nothing is received from then on."""
+        if self.closed:
+            return
+        self._stage = _Stage.CLOSED
+        self.error = reason
+        failed = Progress(ReadState.FAILED, f"{self.endpoint}: {reason}")
+        for _, read in self._reads:
+            read.progress = failed
+        self._reads.clear()
+        self._requests.clear()
+        self._unsent.clear()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # a forked child may hold the same socket
+        self._socket.close()
+
+    def _enter(self, stage: _Stage) -> None:
+        self._stage = stage
+        self._end_s = self._clock.now() + self._timeout_s
+
+    def _connect(self) -> None:
+        code = self._socket.connect_ex((self.endpoint.address, self.endpoint.port))
+        if code in (errno.EINPROGRESS, errno.EALREADY):
+            return
+        if code not in (0, errno.EISCONN):
+            raise OSError(code, os.strerror(code))
+        tune(self._socket)
+        self._unsent += encode_frame(Kind.HELLO, 0, self._nonce)
+        self._enter(_Stage.PROVING)
+
+    def _send(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent, socket.MSG_NOSIGNAL)]
+
+    # --- receiving --------------------------------------------------------------------------------------------------
+
+    def _receive(self, most_bytes: int) -> None:
+        """Receive into place until nothing is there (BlockingIOError) or the bound is reached."""
+        left = most_bytes
+        while left > 0 and self._stage is not _Stage.CLOSED:
+            if self._header is None or self._header.kind is not Kind.BYTES:
+                left -= self._receive_small()
+            else:
+                left -= self._receive_data(min(left, _CALL_BYTES))
+
+    def _receive_data(self, most_bytes: int) -> int:
+        read = self._reads[0][1]
+        views = read.vector.front(most_bytes)
+        count = self._socket.recv_into(views[0]) if len(views) == 1 else self._socket.recvmsg_into(views)[0]
+        if not count:
+            raise WireError(_ENDED)
+        read.vector.advance(count)
+        if not read.vector.left_bytes:
+            self._end_read(_DONE)
+        return count
+
+    def _receive_small(self) -> int:
+        count = self._socket.recv_into(self._small[self._got :])
+        if not count:
+            raise WireError(_ENDED if self.opened else _STRANGER)
+        self._got += count
+        if self._got == len(self._small):
+            self._take_small()
+        return count
+
+    def _take_small(self) -> None:
+        """Act on a whole header, or on a whole small payload."""
+        if self._header is not None:
+            header, payload = self._header, bytes(self._small)
+            self._expect_head()
+            self._obey(header, payload)
+            return
+        header = decode_header(self._head)
+        self._check(header)
+        if header.kind is Kind.BYTES:
+            self._header = header
+            if not header.size_bytes:
+                self._end_read(_DONE)
+        elif header.size_bytes:
+            self._header = header
+            self._small, self._got = memoryview(bytearray(header.size_bytes)), 0
+        else:
+            self._expect_head()
+            self._obey(header, b"")
+
+    def _expect_head(self) -> None:
+        self._header, self._small, self._got = None, self._head, 0
+
+    def _check(self, header: Header) -> None:
+        """Raise WireError unless a reply of this kind and size belongs here."""
+        if self._stage is _Stage.PROVING:
+            fits = header.kind is Kind.CHALLENGE and header.size_bytes == CHALLENGE_BYTES
+        elif header.kind is Kind.REFUSED:
+            fits = header.size_bytes <= MOST_TEXT_BYTES
+        elif self._stage is _Stage.ENTERING:
+            fits = header.kind is Kind.WELCOME and not header.size_bytes
+        else:
+            fits = header.kind is Kind.BYTES
+        if fits and self.opened:
+            fits = bool(self._reads) and self._reads[0][0] == header.number
+            if fits and header.kind is Kind.BYTES:
+                fits = header.size_bytes == self._reads[0][1].vector.total_bytes
+        if not fits:
+            raise WireError(f"a {header.kind.name} of {header.size_bytes:,} bytes came where none belongs")
+
+    def _obey(self, header: Header, payload: bytes) -> None:
+        if self._stage is _Stage.PROVING:
+            theirs, proof = payload[:NONCE_BYTES], payload[NONCE_BYTES:]
+            if not proves(proof, self._secret, "source", self._agent, self._nonce, theirs):
+                raise WireError(_STRANGER)
+            proof = prove(self._secret, "reader", self._agent, self._nonce, theirs)
+            self._unsent += encode_frame(Kind.PROOF, 0, proof)
+            self._enter(_Stage.ENTERING)
+        elif self._stage is _Stage.ENTERING:
+            if header.kind is Kind.REFUSED:
+                raise WireError(decode_text(payload))
+            self._enter(_Stage.OPEN)
+            self._unsent += b"".join(self._requests)
+            self._requests.clear()
+        else:
+            self._end_read(Progress(ReadState.FAILED, f"{self.endpoint}: {decode_text(payload)}"))
+        self._send()
+
+    def _end_read(self, progress: Progress) -> None:
+        self._reads.popleft()[1].progress = progress
+        self._expect_head()
+
+
+def connect_first(
+    groups: Sequence[Sequence[Endpoint]], agent: str, secret: bytes, clock: Clock, timeout_s: float
+) -> TcpConnection:
+    """Return the first open connection to an agent, from the first group of endpoints that has one.
+
+    Raises TransportError, which names what was tried, after `timeout_s` at the latest.
+    """
+    end = clock.now() + timeout_s
+    failures: list[str] = []
+    for group in groups:
+        found = _first_open(group, agent, secret, clock, end, failures)
+        if found is not None:
+            return found
+    tried = "; ".join(failures) or "it can be reached from its own machine only"
+    raise TransportError(f"the source {agent!r} cannot be reached: {tried}")
+
+
+def _first_open(
+    group: Sequence[Endpoint], agent: str, secret: bytes, clock: Clock, end: float, failures: list[str]
+) -> TcpConnection | None:
+    left_s = max(0.0, end - clock.now())
+    trying: list[TcpConnection] = []
+    try:
+        for endpoint in group:
+            trying.append(TcpConnection(endpoint, agent, secret, clock, left_s))
+        while trying:
+            opened = next((connection for connection in trying if connection.opened), None)
+            if opened is not None:
+                trying.remove(opened)
+                return opened
+            for connection in [connection for connection in trying if connection.closed]:
+                failures.append(f"{connection.endpoint}: {connection.error}")
+                trying.remove(connection)
+            _wait(trying, min(_SELECT_S, max(0.0, end - clock.now())))
+            for connection in trying:
+                connection.drive()
+                if clock.now() >= end and not connection.opened:
+                    connection.fail(f"no answer within {left_s:.3g} s")
+    finally:
+        for connection in trying:
+            connection.fail("another address was faster")
+    return None
+
+
+def _wait(connections: Sequence[TcpConnection], timeout_s: float) -> None:
+    """Wait until one of them can be driven on."""
+    with selectors.DefaultSelector() as selector:
+        for connection in connections:
+            selector.register(connection, connection.awaited_events())
+        selector.select(timeout_s)
