@@ -92,9 +92,8 @@ def promised(s: Step, promise: Promise) -> None:
     state.lost.clear()
     note_progress(s, promise.sources)
     if state.running and same:
-        state.aliases = {
-            new.lease: state.aliases.get(old.lease, old.lease) for new, old in zip(promise.sources, before, strict=True)
-        }
+        pairs = zip(sorted(promise.sources, key=content), sorted(before, key=content), strict=True)
+        state.aliases = {new.lease: state.aliases.get(old.lease, old.lease) for new, old in pairs}
         state.phase, state.entered = Phase.READING, True
         s.effects.append(Tell(Filling(state.number)))
         for source in promise.sources:
@@ -111,12 +110,13 @@ def promised(s: Step, promise: Promise) -> None:
 
 
 def same_memory(before: Sequence[Source], after: Sequence[Source]) -> bool:
-    """Tell whether two promises name the very same bytes: content, addresses and transport agents."""
+    """Tell whether two promises name the very same bytes: content, addresses and transport agents, in any order."""
+    return bool(before) and sorted(map(content, before)) == sorted(map(content, after))
 
-    def content(sources: Sequence[Source]) -> list[tuple[bytes, bytes, bytes]]:
-        return [(source.layout, source.placement, source.sums) for source in sources]
 
-    return bool(before) and content(before) == content(after)
+def content(source: Source) -> tuple[bytes, bytes, bytes]:
+    """Return what makes two sources the same memory."""
+    return source.layout, source.placement, source.sums
 
 
 def note_progress(s: Step, sources: Sequence[Source]) -> None:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tensorhub_core.client.flow import Flow, FlowSettings
+from tensorhub_core.client.backlog import Backlog
+from tensorhub_core.client.flow import FlowSettings
+from tensorhub_core.client.lanes import Lane, Lanes, SourceFailed
 from tensorhub_core.client.peers import AttachedPeer, Peers
 from tensorhub_core.client.reading import ReadEnd, ReadOutcome
 from tensorhub_core.client.readjob import ReadJob
@@ -27,14 +29,10 @@ _POLL_PAUSE_S = 50e-6
 _ORDER_PAUSE_S = 0.05
 _VERIFY_TIMEOUT_S = 60.0
 _PAUSE_SHARE = 0.5
-
-
-class _SourceFailed(Exception):
-    """A source cannot be read on: `kind` is that of a `LeaseFailure`."""
-
-    def __init__(self, source: int, kind: str, detail: str) -> None:
-        super().__init__(detail)
-        self.source, self.kind, self.detail = source, kind, detail
+_LAND_S = 0.5
+"""When a source fails, what the others have on its way may land for so long: it need not be read again then."""
+_MOST_WRONG = 3
+"""Wrong segments of one of several sources before it is left."""
 
 
 class _Cancelled(Exception):
@@ -47,7 +45,7 @@ class _Flight:
 
     read: ReadId
     part: Part
-    source: int
+    lane: Lane
     slot: int
     posted_s: float
 
@@ -70,18 +68,13 @@ class Pump:
         self._job, self._schedule = job, job.schedule
         self._transport, self._peers, self._staging, self._verifier = transport, peers, staging, verifier
         self._settings, self._clock = flow, clock
-        self._flows = [Flow(flow) for _ in job.sources]
-        self._attached: list[AttachedPeer | None] = [None] * len(job.sources)
-        self._todo: list[tuple[int, int]] = [(0, len(job.schedule))] if len(job.schedule) else []
-        self._offset_bytes = 0
-        """How much of the first read to do is posted already."""
-        self._slot = -1
-        self._missing: dict[int, int] = {}
-        """Bytes that have not landed yet of reads that were posted in parts."""
+        self._lanes = Lanes(job.sources, flow, job.plan.raw)
+        self._backlog = Backlog(job.schedule)
         self._flights: list[_Flight] = []
         self._checking = 0
         self._unverified_bytes = 0
-        self._read_again: set[int] = set()
+        self._rereads = 0
+        self._corrupt: set[str] = set()
         self._unquiet = False
         self._prefix = 0
         self._done_bytes = int(job.plan.length_bytes[job.verified].sum())
@@ -93,7 +86,8 @@ class Pump:
             self._loop()
         except _Cancelled:
             return self._outcome(ReadEnd.CANCELLED, self._wind_down())
-        except _SourceFailed as failed:
+        except SourceFailed as failed:
+            self._let_land(failed.source)
             fenced = self._wind_down()
             source = self._job.sources[failed.source]
             self._peers.drop(source.description)
@@ -119,16 +113,15 @@ class Pump:
         while True:
             now = self._clock.now()
             if now - last > _PAUSE_SHARE * self._settings.stall_timeout_s:
-                for flow in self._flows:
-                    flow.paused(now)
+                self._lanes.paused(now)
             last = now
             moved = self._collect()
             moved = self._poll() or moved
             self._obey()
-            if not self._todo and not self._flights and not self._checking:
+            if not self._backlog and not self._flights and not self._checking:
                 return
             moved = self._fill() or moved
-            self._watch()
+            self._lanes.watch(self._backlog, self._checking, self._clock.now())
             if not moved:
                 self._rest()
 
@@ -137,7 +130,7 @@ class Pump:
             raise _Cancelled
         lost = self._job.lost()
         if lost is not None:
-            raise _SourceFailed(lost[0], "lost", lost[1])
+            raise SourceFailed(*lost)
 
     def _rest(self) -> None:
         if self._flights:
@@ -145,100 +138,87 @@ class Pump:
         else:
             self._job.idle(_ORDER_PAUSE_S)
 
-    def _watch(self) -> None:
-        now = self._clock.now()
-        for source, flow in enumerate(self._flows):
-            reason = flow.stalled(now)
-            if reason:
-                raise self._failed(source, "stalled", reason)
-
     # --- posting ----------------------------------------------------------------------------------------------------
 
     def _fill(self) -> bool:
-        """Post batches in plan order as long as there is room; returns whether any was."""
-        any_posted = False
+        """Post batches as long as there is room, one of each source in turn; returns whether any was."""
+        any_posted = posted = False
         window = 2 * self._settings.window
-        most_bytes = window * self._settings.chunk_bytes
-        while self._todo and self._checking < window and self._unverified_bytes < most_bytes:
-            part = self._next_part()
-            if part is None:
-                break
-            self._post(part)
-            any_posted = True
-        return any_posted
+        most_bytes = len(self._lanes) * window * self._settings.chunk_bytes
+        while True:
+            for lane in self._lanes.all:
+                if not self._backlog or self._checking >= window or self._unverified_bytes >= most_bytes:
+                    return any_posted
+                part = None if lane.left else self._next_part(lane)
+                if part is not None:
+                    self._post(lane, part)
+                    any_posted = posted = True
+            if not posted:
+                return any_posted
+            posted = False
 
-    def _next_part(self) -> Part | None:
-        """Return the next batch that may be read now and has a place to land."""
-        begin, end = self._todo[0]
-        source = int(self._schedule.source[begin])
-        room = self._flows[source].room_bytes()
-        if not room:
+    def _next_part(self, lane: Lane) -> Part | None:
+        """Return the next batch that a source may give now and that has a place to land."""
+        room = lane.flow.room_bytes()
+        span = self._backlog.next(lane.source, self._lanes.working) if room else None
+        if span is None:
             return None
-        if self._schedule.staged[begin]:
-            if not self._offset_bytes:
-                slot = self._staging.take() if self._slot < 0 else self._slot
-                if slot is None:
-                    return None
-                self._slot = slot
+        begin, end, offset = span
+        staged = bool(self._schedule.staged[begin])
+        if staged:
             room = min(room, self._staging.slot_bytes)
-        part = self._schedule.cut(begin, end, self._offset_bytes, room, MOST_RUNS)
-        beyond = self._schedule.segment[part.begin : part.end] >= self._job.allowed(source)
-        if beyond.any():
-            readable = int(beyond.argmax())
-            return self._schedule.cut(begin, begin + readable, 0, room, MOST_RUNS) if readable else None
+        part = self._schedule.cut(lane.source, begin, end, offset, room, MOST_RUNS)
+        allowed = self._job.allowed(lane.source)
+        if allowed < lane.segments:
+            beyond = self._schedule.segment[part.begin : part.end] >= allowed
+            readable = int(beyond.argmax()) if beyond.any() else len(beyond)
+            if not readable:
+                return None
+            part = self._schedule.cut(lane.source, begin, begin + readable, offset, room, MOST_RUNS)
+        if self._lanes.shared and not offset and not self._is_worthwhile(lane, part):
+            return None
+        if staged and lane.slot < 0:
+            slot = self._staging.take()
+            if slot is None:
+                return None
+            lane.slot = slot
         return part
 
-    def _post(self, part: Part) -> None:
-        source = int(self._schedule.source[part.begin])
+    def _is_worthwhile(self, lane: Lane, part: Part) -> bool:
+        segment = int(self._schedule.segment[part.begin])
+        others = [other for other in self._lanes.all if self._job.allowed(other.source) > segment]
+        left_bytes = self._backlog.left_bytes
+        return self._lanes.is_worthwhile(lane, others, part.length_bytes, left_bytes, self._clock.now())
+
+    def _post(self, lane: Lane, part: Part) -> None:
         staged = bool(self._schedule.staged[part.begin])
-        peer = self._attach(source)
-        runs = self._schedule.runs(part)
-        base = np.uint64(self._staging.slot(self._slot).ctypes.data if staged else 0)
-        devices = self._schedule.devices
-        batch = Batch(
-            runs.local + base,
-            runs.remote,
-            runs.length_bytes,
-            devices[self._schedule.local_device[part.begin]],
-            devices[self._schedule.remote_device[part.begin]],
-        )
+        peer = self._attach(lane)
+        runs = self._schedule.runs(lane.source, part)
+        base = np.uint64(self._staging.slot(lane.slot).ctypes.data if staged else 0)
+        devices = self._schedule.devices_of(lane.source, part.begin)
+        batch = Batch(runs.local + base, runs.remote, runs.length_bytes, *devices)
         now = self._clock.now()
         try:
             read = self._transport.post(peer.peer, batch)
         except TransportError as error:
-            raise self._failed(source, "lost", str(error)) from None
-        flight = _Flight(read, part, source, self._slot if staged else -1, now)
+            raise lane.failed("lost", str(error)) from None
+        flight = _Flight(read, part, lane, lane.slot if staged else -1, now)
         self._flights.append(flight)
         self._unverified_bytes += part.length_bytes
-        self._flows[source].posted(part.length_bytes, now)
-        self._advance(part)
+        lane.posted(part.length_bytes, now)
+        self._backlog.posted(lane.source, part)
+        if not self._backlog.is_half(lane.source):
+            lane.slot = -1
         # Where posting moves the bytes itself, they can be verified while the next batch is posted.
         self._examine(flight, self._transport.poll(read))
 
-    def _advance(self, part: Part) -> None:
-        """Move the place from which the next batch is cut."""
-        whole = int(self._schedule.length_bytes[part.begin : part.end].sum())
-        if part.length_bytes < whole:
-            self._missing.setdefault(part.begin, whole)
-            self._offset_bytes = part.offset_bytes + part.length_bytes
-            if self._offset_bytes < whole:
-                return
-        self._offset_bytes = 0
-        if self._schedule.staged[part.begin]:
-            self._slot = -1
-        _, end = self._todo.pop(0)
-        if part.end < end:
-            self._todo.insert(0, (part.end, end))
-
-    def _attach(self, source: int) -> AttachedPeer:
-        peer = self._attached[source]
-        if peer is None:
+    def _attach(self, lane: Lane) -> AttachedPeer:
+        if lane.attached is None:
             try:
-                peer = self._peers.attach(self._job.sources[source].description)
+                lane.attached = self._peers.attach(self._job.sources[lane.source].description)
             except TransportError as error:
-                raise _SourceFailed(source, "unreachable", str(error)) from None
-            self._attached[source] = peer
-        return peer
+                raise SourceFailed(lane.source, "unreachable", str(error)) from None
+        return lane.attached
 
     # --- landing ----------------------------------------------------------------------------------------------------
 
@@ -252,35 +232,20 @@ class Pump:
     def _examine(self, flight: _Flight, progress: Progress) -> None:
         if progress.state is ReadState.ACTIVE:
             return
+        lane, length_bytes = flight.lane, flight.part.length_bytes
         if progress.state is ReadState.FAILED:
-            raise self._failed(flight.source, "lost", progress.error)
+            raise lane.failed("lost", progress.error)
         self._flights.remove(flight)
         if not self._transport.close(flight.read):
             self._unquiet = True
-            raise self._failed(flight.source, "lost", "a read was reported done, and then that it may still write")
-        self._flows[flight.source].ended(flight.part.length_bytes, flight.posted_s, self._clock.now())
-        attached = self._attached[flight.source]
-        if attached is not None:
-            attached.proven = True
-        self._landed(flight)
-
-    def _landed(self, flight: _Flight) -> None:
-        part = flight.part
-        if part.begin in self._missing:
-            self._missing[part.begin] -= part.length_bytes
-            if self._missing[part.begin]:
-                return
-            del self._missing[part.begin]
-        slot = self._staging.slot(flight.slot) if flight.slot >= 0 else None
-        self._checking += 1
-        landed = Landed(part.begin, part.end, slot, flight.slot)
-        self._verifier.submit(self._job.checker, landed, self._job.deliver)
-
-    def _failed(self, source: int, kind: str, detail: str) -> _SourceFailed:
-        """Name the failure of a source: one that never gave a byte cannot be reached from here."""
-        attached = self._attached[source]
-        proven = attached is not None and attached.proven
-        return _SourceFailed(source, kind if proven else "unreachable", detail)
+            raise lane.failed("lost", "a read was reported done, and then that it may still write")
+        lane.ended(length_bytes, flight.posted_s, self._clock.now())
+        if self._backlog.landed(flight.part):
+            part = flight.part
+            slot = self._staging.slot(flight.slot) if flight.slot >= 0 else None
+            self._checking += 1
+            landed = Landed(lane.source, part.begin, part.end, slot, flight.slot)
+            self._verifier.submit(self._job.checker, landed, self._job.deliver)
 
     # --- verified ---------------------------------------------------------------------------------------------------
 
@@ -290,34 +255,41 @@ class Pump:
         for checked in found:
             self._count(checked)
         if found:
-            first = found[-1].landed.begin
-            self._report(self._job.sources[int(self._schedule.source[first])].lease)
+            self._report(self._lanes.all[found[-1].landed.source].lease)
         for checked in found:
             if checked.error is not None:
                 raise checked.error
             for index in (checked.landed.begin + np.flatnonzero(~checked.right)).tolist():
-                self._again(index)
+                self._again(self._lanes.all[checked.landed.source], index)
         return bool(found)
 
     def _count(self, checked: Checked) -> None:
-        landed = checked.landed
+        landed, backlog = checked.landed, self._backlog
         self._checking -= 1
-        lengths = self._schedule.length_bytes[landed.begin : landed.end]
-        self._unverified_bytes -= int(lengths.sum())
+        self._unverified_bytes -= self._schedule.bytes_of(landed.begin, landed.end)
         if landed.slot_number >= 0:
             self._staging.give_back(landed.slot_number)
-        self._job.verified[self._schedule.read[landed.begin : landed.end][checked.right]] = True
-        self._done_bytes += int(lengths[checked.right].sum())
+        if checked.right.all():
+            self._job.verified[self._schedule.read[landed.begin : landed.end]] = True
+            self._done_bytes += self._schedule.bytes_of(landed.begin, landed.end)
+        else:
+            self._job.verified[self._schedule.read[landed.begin : landed.end][checked.right]] = True
+            self._done_bytes += int(self._schedule.length_bytes[landed.begin : landed.end][checked.right].sum())
+        if backlog.wrong and checked.right[0]:  # a read that was wrong comes again alone
+            blamed = backlog.wrong.get(landed.begin, [])
+            self._corrupt.update(self._lanes.all[source].lease for source in blamed if source != landed.source)
 
-    def _again(self, index: int) -> None:
-        """Read a segment again whose checksum did not match, once."""
-        source = int(self._schedule.source[index])
-        if index in self._read_again:
-            segment = int(self._schedule.segment[index])
-            raise _SourceFailed(source, "corrupt", f"segment {segment} does not match its checksum, also read again")
-        self._read_again.add(index)
-        # A read that is half posted comes first.
-        self._todo.insert(1 if self._offset_bytes else 0, (index, index + 1))
+    def _again(self, lane: Lane, index: int) -> None:
+        """Read a segment again whose checksum did not match: from another source, or once more."""
+        segment = int(self._schedule.segment[index])
+        lane.wrong += 1
+        if not self._backlog.again(index, lane.source, self._lanes.working):
+            text = f"segment {segment} does not match its checksum, also read again"
+            raise SourceFailed(lane.source, "corrupt", text)
+        self._rereads += 1
+        if self._lanes.shared and lane.wrong >= _MOST_WRONG:
+            text = f"{lane.wrong} segments do not match their checksums, the last was {segment}"
+            raise SourceFailed(lane.source, "corrupt", text)
 
     def _report(self, lease: str) -> None:
         verified = self._job.verified
@@ -327,6 +299,20 @@ class Pump:
         self._job.observer.on_progress(self._prefix, self._done_bytes, self._job.plan.total_bytes, lease)
 
     # --- the end ----------------------------------------------------------------------------------------------------
+
+    def _let_land(self, failed: int) -> None:
+        """Let what other sources have on its way arrive, for a short time: a fence would throw it away."""
+        end = time.monotonic() + _LAND_S
+        try:
+            while time.monotonic() < end:
+                others = [each for each in self._flights if each.lane.source != failed and not each.lane.left]
+                for flight in others:
+                    self._examine(flight, self._transport.poll(flight.read))
+                if not others:
+                    return
+                time.sleep(_POLL_PAUSE_S)
+        except SourceFailed:
+            return  # one that fails as well
 
     def _wind_down(self) -> bool:
         """Close all reads, fence if one was not quiet, let the verifier finish; returns whether it fenced.
@@ -362,5 +348,5 @@ class Pump:
             ) from error
 
     def _outcome(self, end: ReadEnd, fenced: bool, lease: str = "", kind: str = "", detail: str = "") -> ReadOutcome:
-        again = len(self._read_again)
-        return ReadOutcome(end, self._job.verified, self._done_bytes, lease, kind, detail, fenced, again)
+        verified, corrupt = self._job.verified, tuple(sorted(self._corrupt))
+        return ReadOutcome(end, verified, self._done_bytes, lease, kind, detail, fenced, self._rereads, corrupt)

@@ -64,7 +64,8 @@ class ReadOutcome:
     """End of a read job; after it no byte can land any more (the executor fenced if a read was not quiet).
 
     `kind` is that of a `LeaseFailure` when SOURCE_FAILED. `verified` bool [reads of the plan]: which reads of the plan
-    are in place and verified; pass it to the next job to read only the missing ones.
+    are in place and verified; pass it to the next job to read only the missing ones. `corrupt` names the leases of
+    sources that gave wrong bytes for a segment which another source then gave right.
     """
 
     end: ReadEnd
@@ -75,6 +76,7 @@ class ReadOutcome:
     detail: str = ""
     fenced: bool = False
     rereads: int = 0
+    corrupt: tuple[str, ...] = ()
 
 
 class ReadObserver(Protocol):
@@ -90,8 +92,8 @@ class ReadHandle(Protocol):
     def advance(self, lease: str, prefix: int) -> None:
         """Allow reading up to `prefix` segments of the source."""
 
-    def fail(self, lease: str, reason: str) -> None:
-        """Stop reading a source that the server says is lost; the job ends SOURCE_FAILED (kind `lost`)."""
+    def fail(self, lease: str, reason: str, kind: str = "lost") -> None:
+        """Stop reading a source that the server says is lost, or too slow; the job ends SOURCE_FAILED of this kind."""
 
     def cancel(self) -> None:
         """Stop the job as soon as possible; it ends CANCELLED."""

@@ -38,7 +38,7 @@ class ReadJob:
         self.changed = threading.Condition()
         """Notified whenever an order or a result comes in; guards everything below."""
         self._allowed = [source.prefix for source in sources]
-        self._lost: dict[int, str] = {}
+        self._lost: dict[int, tuple[str, str]] = {}
         self._checked: list[Checked] = []
         self._outcome: ReadOutcome | None = None
         self._error: Exception | None = None
@@ -51,12 +51,12 @@ class ReadJob:
                     self._allowed[number] = max(self._allowed[number], prefix)
             self.changed.notify_all()
 
-    def fail(self, lease: str, reason: str) -> None:
-        """Stop reading a source that the server says is lost."""
+    def fail(self, lease: str, reason: str, kind: str = "lost") -> None:
+        """Stop reading a source that the server says is lost, or too slow."""
         with self.changed:
             for number, source in enumerate(self.sources):
                 if source.lease == lease:
-                    self._lost.setdefault(number, reason)
+                    self._lost.setdefault(number, (kind, reason))
             self.changed.notify_all()
 
     def cancel(self) -> None:
@@ -84,10 +84,10 @@ class ReadJob:
         with self.changed:
             return self._allowed[source]
 
-    def lost(self) -> tuple[int, str] | None:
-        """Return a source that `fail` named, and why."""
+    def lost(self) -> tuple[int, str, str] | None:
+        """Return a source that `fail` named, the kind of its failure, and why."""
         with self.changed:
-            return next(iter(self._lost.items()), None)
+            return next(((source, *why) for source, why in self._lost.items()), None)
 
     def deliver(self, checked: Checked) -> None:
         """Hand over what the verifier found."""

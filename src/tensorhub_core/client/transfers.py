@@ -41,13 +41,14 @@ class Runs:
 class Schedule:
     """The reads of a plan that are still to do, as arrays [reads to do], in plan order.
 
-    `read` is the index in the plan; `source` and `segment` say what is read; `remote` where it lies; `local` where it
-    goes when it is not `staged`; `group` changes where two neighbours cannot be in one batch.
+    `read` is the index in the plan; `segment` says what is read; `source` from where, unless the plan is raw: then
+    every source has every segment. `local` is where it goes when it is not `staged`.
     """
 
     def __init__(
         self, plan: ReadPlan, sources: Sequence[SourceAccess], destination: Destination, verified: NDArray[np.bool_]
     ) -> None:
+        self.raw = plan.raw
         self.read: NDArray[np.int64] = np.flatnonzero(~verified)
         self.source = plan.source[self.read]
         self.segment = plan.segment[self.read]
@@ -59,21 +60,17 @@ class Schedule:
         self.devices: tuple[str, ...] = tuple(names)
         here = _codes(destination.devices, names)[storage]
         self.local_device = np.where(self.staged, names.index("cpu"), here)
-        self.remote: NDArray[np.uint64] = np.zeros(len(self.read), np.uint64)
-        self.remote_device = np.zeros(len(self.read), np.int64)
-        for number, source in enumerate(sources):
-            mine = self.source == number
-            at = self.segment[mine]
-            there = source.table.storage[at]
-            self.remote[mine] = source.addresses[there] + source.table.offset_bytes[at]
-            self.remote_device[mine] = _codes(source.devices, names)[there]
-        kind = np.stack([self.source, self.staged, self.local_device, self.remote_device])
-        self.group: NDArray[np.int64] = np.zeros(len(self.read), np.int64)
-        np.cumsum(np.any(kind[:, 1:] != kind[:, :-1], axis=0), out=self.group[1:])
         padded = -(-self.length_bytes // STAGED_ALIGN_BYTES) * STAGED_ALIGN_BYTES
         room = np.where(self.staged, padded, self.length_bytes)
-        self._end: NDArray[np.int64] = np.cumsum(room)
-        self._begin: NDArray[np.int64] = self._end - room
+        end: NDArray[np.int64] = np.cumsum(room)
+        self._begin: NDArray[np.int64] = end - room
+        self._total: NDArray[np.int64] = np.concatenate(([0], np.cumsum(self.length_bytes)))
+        # Lists too: bisect finds its place in them ten times as fast as numpy, which also gives up the interpreter
+        # lock and then has to wait for it.
+        self._end_list: list[int] = end.tolist()
+        self._total_list: list[int] = self._total.tolist()
+        ways = [self._way_to(sources, [number]) for number in range(len(sources))] if plan.raw else []
+        self._ways: list[_Way] = ways or [self._way_to(sources, range(len(sources)))]
 
     def __len__(self) -> int:
         return len(self.read)
@@ -81,47 +78,92 @@ class Schedule:
     @property
     def largest_staged_bytes(self) -> int:
         """Return the room that the largest staged read needs."""
-        room = self._end - self._begin
+        room = np.asarray(self._end_list, np.int64) - self._begin
         return int(room[self.staged].max(initial=0))
 
-    def cut(self, begin: int, end: int, offset_bytes: int, most_bytes: int, most_runs: int) -> Part:
+    def bytes_of(self, begin: int, end: int) -> int:
+        """Return the length of reads `begin..end`."""
+        return self._total_list[end] - self._total_list[begin]
+
+    def cut(self, source: int, begin: int, end: int, offset_bytes: int, most_bytes: int, most_runs: int) -> Part:
         """Return the next batch of reads `begin..end`, of which `offset_bytes` of the first are posted already."""
-        length = int(self.length_bytes[begin])
+        length = self.bytes_of(begin, begin + 1)
         if offset_bytes or length > most_bytes:
             return Part(begin, begin + 1, offset_bytes, min(most_bytes, length - offset_bytes))
-        # Not numpy's search: it gives up the interpreter lock and then waits for it, here once per batch.
-        stop = bisect_right(self.group, self.group[begin], begin, end)
-        stop = max(begin + 1, bisect_right(self._end, self._begin[begin] + most_bytes, begin, stop))
-        starts = self._starts(begin, stop)
-        if len(starts) > most_runs:
-            stop = begin + int(starts[most_runs])
-        return Part(begin, stop, 0, int(self.length_bytes[begin:stop].sum()))
+        way = self._way(source)
+        stop = bisect_right(way.group, way.group[begin], begin, end)
+        base = self._end_list[begin - 1] if begin else 0
+        stop = max(begin + 1, bisect_right(self._end_list, base + most_bytes, begin, stop))
+        beyond = way.number[begin] + most_runs
+        if beyond < len(way.first_list):
+            stop = min(stop, way.first_list[beyond])
+        return Part(begin, stop, 0, self.bytes_of(begin, stop))
 
-    def runs(self, part: Part) -> Runs:
+    def runs(self, source: int, part: Part) -> Runs:
         """Return the runs of a batch; neighbours that touch on both sides are joined."""
-        if part.end == part.begin + 1:
-            local = self._local(part.begin, part.end) + np.uint64(part.offset_bytes)
-            remote = self.remote[part.begin : part.end] + np.uint64(part.offset_bytes)
-            return Runs(local, remote, np.array([part.length_bytes], np.uint64))
-        starts = self._starts(part.begin, part.end)
-        length = np.add.reduceat(self.length_bytes[part.begin : part.end], starts).astype(np.uint64)
-        local = self._local(part.begin, part.end)[starts]
-        return Runs(local, self.remote[part.begin : part.end][starts], length)
+        begin, end, way = part.begin, part.end, self._way(source)
+        base = self._begin[begin] if self.staged[begin] else 0
+        if end == begin + 1:
+            offset = np.uint64(part.offset_bytes)
+            local = way.local[begin:end] - np.uint64(base) + offset
+            return Runs(local, way.remote[begin:end] + offset, np.array([part.length_bytes], np.uint64))
+        edges = np.empty(way.number[end - 1] - way.number[begin] + 2, np.int64)
+        edges[0], edges[-1] = begin, end
+        edges[1:-1] = way.first[way.number[begin] + 1 : way.number[end - 1] + 1]
+        total, starts = self._total[edges], edges[:-1]
+        length = (total[1:] - total[:-1]).astype(np.uint64)
+        return Runs(way.local[starts] - np.uint64(base), way.remote[starts], length)
+
+    def devices_of(self, source: int, begin: int) -> tuple[str, str]:
+        """Return the devices, here and there, of a batch that begins with a read."""
+        return self.devices[self.local_device[begin]], self.devices[self._way(source).remote_device[begin]]
 
     def slot_offset(self, first: int, index: int) -> int:
         """Return where a staged read lies in the slot that begins with read `first`."""
         return int(self._begin[index] - self._begin[first])
 
-    def _local(self, begin: int, end: int) -> NDArray[np.uint64]:
-        local = self._begin[begin:end] - self._begin[begin] if self.staged[begin] else self.local[begin:end]
-        return local.astype(np.uint64, copy=False)
+    def _way(self, source: int) -> _Way:
+        return self._ways[source if self.raw else 0]
 
-    def _starts(self, begin: int, end: int) -> NDArray[np.intp]:
-        """Return the indices, relative to `begin`, at which a run starts that the one before does not touch."""
-        local, remote = self._local(begin, end), self.remote[begin:end]
-        length = self.length_bytes[begin:end].astype(np.uint64)
-        apart = (local[1:] != local[:-1] + length[:-1]) | (remote[1:] != remote[:-1] + length[:-1])
-        return np.flatnonzero(np.concatenate(([True], apart)))
+    def _way_to(self, sources: Sequence[SourceAccess], numbers: Sequence[int]) -> _Way:
+        """Lay out the way to one source of a raw plan, or to all of another one."""
+        remote: NDArray[np.uint64] = np.zeros(len(self.read), np.uint64)
+        remote_device = np.zeros(len(self.read), np.int64)
+        for number in numbers:
+            source = sources[number]
+            mine = slice(None) if self.raw else self.source == number
+            at = self.segment[mine]
+            there = source.table.storage[at]
+            remote[mine] = source.addresses[there] + source.table.offset_bytes[at]
+            remote_device[mine] = _codes(source.devices, self.devices)[there]
+        kind = np.stack([self.source, self.staged, self.local_device, remote_device])
+        other = np.any(kind[:, 1:] != kind[:, :-1], axis=0)
+        local = np.where(self.staged, self._begin.astype(np.uint64), self.local)
+        length = self.length_bytes.astype(np.uint64)
+        apart = (local[1:] != local[:-1] + length[:-1]) | (remote[1:] != remote[:-1] + length[:-1]) | other
+        first = np.flatnonzero(np.concatenate((np.ones(min(1, len(local)), np.bool_), apart)))
+        group: NDArray[np.int64] = np.zeros(len(local), np.int64)
+        np.cumsum(other, out=group[1:])
+        number_of: NDArray[np.int64] = np.zeros(len(local), np.int64)
+        np.cumsum(apart, out=number_of[1:])
+        return _Way(local, remote, remote_device, group.tolist(), first, first.tolist(), number_of.tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How reads come from a source: arrays and lists [reads], and `first` [runs], the read at which each run begins.
+
+    `local` counts from the begin of the schedule where reads are staged; `remote` is where they lie; `group` changes
+    where two neighbours cannot be in one batch; `number` is a read's run.
+    """
+
+    local: NDArray[np.uint64]
+    remote: NDArray[np.uint64]
+    remote_device: NDArray[np.int64]
+    group: list[int]
+    first: NDArray[np.intp]
+    first_list: list[int]
+    number: list[int]
 
 
 def _codes(devices: Sequence[str], names: Sequence[str]) -> NDArray[np.int64]:

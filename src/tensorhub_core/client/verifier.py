@@ -31,8 +31,9 @@ _MOST_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """Reads `begin..end` of the schedule that have arrived; `slot` u8 [slot bytes] holds them if they are staged."""
+    """Reads `begin..end` of the schedule that have arrived from a source; `slot` u8 [slot bytes] holds staged ones."""
 
+    source: int
     begin: int
     end: int
     slot: NDArray[np.uint8] | None = None

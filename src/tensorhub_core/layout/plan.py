@@ -13,24 +13,34 @@ from tensorhub_core.layout.match import match
 from tensorhub_core.layout.pieces import SourceTables
 from tensorhub_core.layout.read_plan import ReadPlan, plan_raw
 from tensorhub_core.layout.scatter import Scatter
+from tensorhub_core.layout.segments import segment_table
 from tensorhub_core.layout.types import Layout
 
 
 def plan_read(
     destination: Layout, sources: Sequence[Layout], sums: Sequence[NDArray[np.uint64]] | None = None
 ) -> ReadPlan:
-    """Plan how `destination` is filled from one equal layout or from the shards of a replica in other layouts.
+    """Plan how `destination` is filled from equal layouts or from the shards of a replica in other layouts.
 
     All layouts are valid (`build_layout`, `decode_layout`). `sums` u64 [segments] per source lets bytes that must be
-    equal be compared before anything moves. Every box of the destination is proven to be covered, each point once.
-    Raises LayoutMismatch listing all differences. Any thread.
+    equal be compared before anything moves. Several sources of the destination's own layout each hold all of it: the
+    plan is then `raw`, and any of them may be read. Elsewhere every box of the destination is proven to be covered,
+    each point once. Raises LayoutMismatch listing all differences. Any thread.
     """
+    if sources and all(source is destination or source == destination for source in sources):
+        table = segment_table(destination)
+        _check_counts(sums, [len(table)] * len(sources))
+        if sums is not None and any(not np.array_equal(sums[0], other) for other in sums[1:]):
+            raise LayoutMismatch("the version's sources have one layout, but other bytes in it")
+        return plan_raw(table)
     tables = SourceTables(sources, sums)
-    if sums is not None and [len(each) for each in sums] != [len(table) for table in tables.tables]:
-        raise LayoutMismatch("the version's checksums do not belong to its layouts: there are not as many as segments")
-    if len(sources) == 1 and sources[0] == destination:
-        return plan_raw(tables.tables[0])
+    _check_counts(sums, [len(table) for table in tables.tables])
     return assemble(match(destination, sources, tables), tables)
+
+
+def _check_counts(sums: Sequence[NDArray[np.uint64]] | None, segments: list[int]) -> None:
+    if sums is not None and [len(each) for each in sums] != segments:
+        raise LayoutMismatch("the version's checksums do not belong to its layouts: there are not as many as segments")
 
 
 __all__ = ["ReadPlan", "Scatter", "plan_raw", "plan_read"]

@@ -19,7 +19,8 @@ class ReadPlan:
     Read `i` fetches the whole of `segment[i]` (i32) of `sources[source[i]]` (i32), `length_bytes[i]` (u64) long. Where
     `direct[i]`, it lands as it is at `offset_bytes[i]` (u64) of the destination's storage `storage[i]` (i32). Elsewhere
     it is staged and copied out by `scatters[i]`; storage and offset then say where the first of its bytes goes. No
-    segment is read twice. Reads are in the destination's canonical order; in a `raw` plan, read `i` is segment `i`.
+    segment is read twice. Reads are in the destination's canonical order. In a `raw` plan, read `i` is segment `i`, and
+    every source has it: `source` then says nothing.
     """
 
     raw: bool

@@ -3,6 +3,9 @@
 A reader prefers a copy of its own layout (raw, no resharding) over a replica of another layout, a near one over a far
 one, and an idle one over a busy one. Unfinished copies count like whole ones, so that many readers of one version form
 a chain instead of a star: a chain of N readers ends in about the time of one (FACTS.md section 5).
+
+Copies of the reader's own layout may be read several at a time. Those beside the best one have to be idle and whole:
+then they cost no other reader anything, and a chain behind one publisher stays a chain.
 """
 
 from __future__ import annotations
@@ -11,6 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tensorhub_core.ids import CopyId, Digest, ReplicaName
+
+MOST_RAW_SOURCES = 3
+"""Copies of its own layout that a reader reads at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +29,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A copy that may be leased. `depth` counts the unfinished copies between it and a whole one (0 = whole)."""
+    """A copy that may be leased. `depth` counts the unfinished copies between its bytes and a whole one (0 = whole).
+
+    `load` counts its readers; `sums` digests its checksums.
+    """
 
     copy: CopyId
     replica: ReplicaName
     layout: Digest
     place: Place
     load: int
+    sums: Digest
     depth: int = 0
     draining: bool = False
 
@@ -39,14 +49,18 @@ def distance(reader: Place, source: Place) -> int:
     return 0 if reader.zone == source.zone else 1
 
 
+def hosts_apart(reader: Place, source: Place) -> int:
+    """Return 0 on one machine and 1 between machines, or if that is not known."""
+    return 0 if reader.host and reader.host == source.host else 1
+
+
 def rank(reader: Place, candidate: Candidate) -> tuple[bool, int, int, int, int, str]:
     """Return the sort key of a candidate; smaller is better, the copy id breaks ties."""
-    near = 0 if reader.host and reader.host == candidate.place.host else 1
     return (
         candidate.draining,
         distance(reader, candidate.place),
         candidate.load,
-        near,
+        hosts_apart(reader, candidate.place),
         candidate.depth,
         candidate.copy,
     )
@@ -55,6 +69,21 @@ def rank(reader: Place, candidate: Candidate) -> tuple[bool, int, int, int, int,
 def choose_raw(reader: Place, layout: Digest, candidates: Sequence[Candidate]) -> Candidate | None:
     """Return the best candidate with the reader's own layout."""
     return min((c for c in candidates if c.layout == layout), key=lambda c: rank(reader, c), default=None)
+
+
+def choose_more(reader: Place, best: Candidate, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return what a reader may read at the same time as `best`: the same bytes, idle, whole and no farther."""
+
+    def helps(other: Candidate) -> bool:
+        return (
+            other.copy != best.copy
+            and (other.layout, other.sums) == (best.layout, best.sums)
+            and not (other.draining or other.depth or other.load)
+            and other.place.zone == best.place.zone
+            and hosts_apart(reader, other.place) <= hosts_apart(reader, best.place)
+        )
+
+    return sorted(filter(helps, candidates), key=lambda c: rank(reader, c))[: MOST_RAW_SOURCES - 1]
 
 
 def choose_replica(reader: Place, replicas: Sequence[Sequence[Candidate]]) -> Sequence[Candidate] | None:

@@ -58,12 +58,12 @@ def filling(s: Step, worker: Worker, request: int, m: Filling) -> None:
 
 
 def raw_sums(s: Step, current: Round, worker: Worker) -> Digest:
-    """Return the sums of a shard's source if it has the shard's own layout, else nothing."""
+    """Return the sums of a shard's sources if they have the shard's own layout, else nothing."""
     leases = current.leases.get(worker.shard, [])
     copies = [s.state.copies[s.state.leases[i].copy] for i in leases if i in s.state.leases]
-    if len(copies) == 1 and worker.memory is not None and copies[0].memory.layout == worker.memory.layout:
-        return copies[0].sums
-    return Digest(b"")
+    sums = {copy.sums for copy in copies}
+    own = worker.memory is not None and all(copy.memory.layout == worker.memory.layout for copy in copies)
+    return sums.pop() if own and len(sums) == 1 else Digest(b"")
 
 
 def announce(s: Step, worker: Worker, request: int, m: Announce) -> None:

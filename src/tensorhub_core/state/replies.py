@@ -63,7 +63,8 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 class Promise(Message, frozen=True):
     """Promise one version to the whole round, with leases on the sources of this shard.
 
-    Either one source with the reader's own layout, or every shard of one replica of another layout.
+    Either one or several sources with the reader's own layout and the same checksums, each of which has everything, or
+    every shard of one replica of another layout.
     """
 
     round: int

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from tensorhub_core.ids import VersionKey, WorkerId
-from tensorhub_core.schedule.sources import Candidate, Place, choose_raw, choose_replica
+from collections.abc import Collection
+
+from tensorhub_core.ids import CopyId, VersionKey, WorkerId
+from tensorhub_core.schedule.sources import Candidate, Place, choose_more, choose_raw, choose_replica
 from tensorhub_core.state.context import Step
 from tensorhub_core.state.leases import grant
 from tensorhub_core.state.records import Copy, CopyState, Group, ModelState, Round, Worker
@@ -24,7 +26,8 @@ def candidate_of(s: Step, copy: Copy) -> Candidate:
         copy.memory.layout,
         place_of(group),
         len(copy.leases),
-        depth=copy.depth,
+        copy.sums,
+        depth=depth_below([copy]),
         draining=draining,
     )
 
@@ -83,17 +86,31 @@ def choose_copies(s: Step, group: Group, reader: Worker, current: Round, promise
     avoid = current.avoid.get(reader.shard, {})
     replicas = [(g, cs) for g, cs in offered_groups(s, model, key, promised) if g.replica != reader.replica]
     here = place_of(group)
+    dead = {copy for copy, kind in avoid.items() if kind != "slow"}
+    for left_out in (set(avoid), dead) if len(dead) < len(avoid) else (dead,):
+        copies = choose_among(s, group, reader, current.key, promised, left_out)
+        if copies:
+            return copies
+    return []
+
+
+def choose_among(
+    s: Step, group: Group, reader: Worker, key: VersionKey, promised: bool, left_out: Collection[CopyId]
+) -> list[Copy]:
+    """Choose the copies a shard reads a version from, but none that is left out."""
+    model, memory, here = s.model(reader), reader.memory, place_of(group)
+    assert memory is not None
     raw = [c for _, copies in replicas for c in copies]
     if replicas:
         raw += filling_copies(s, model, key, reader)
-    candidates = [candidate_of(s, c) for c in raw if c.memory.layout == memory.layout and c.id not in avoid]
+    candidates = [candidate_of(s, c) for c in raw if c.memory.layout == memory.layout and c.id not in left_out]
     while (best := choose_raw(here, memory.layout, candidates)) is not None:
         if not leads_to(s, s.state.copies[best.copy], reader.id):
-            return [s.state.copies[best.copy]]
+            return [s.state.copies[c.copy] for c in (best, *choose_more(here, best, candidates))]
         candidates.remove(best)
     if not memory.portable:
         return []
-    portable = [cs for _, cs in replicas if all(c.memory.portable and c.id not in avoid for c in cs)]
+    portable = [cs for _, cs in replicas if all(c.memory.portable and c.id not in left_out for c in cs)]
     chosen = choose_replica(here, [[candidate_of(s, c) for c in cs] for cs in portable])
     return [] if chosen is None else [s.state.copies[c.copy] for c in chosen]
 

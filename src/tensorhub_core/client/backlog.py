@@ -1,0 +1,114 @@
+"""Keep what of a schedule is still to be posted, and what of it has landed; pure.
+
+Reads go out in plan order. In a raw plan every source may take the next one; elsewhere each read has its source. A read
+that is posted in parts stays with one source until all of it has landed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from tensorhub_core.client.transfers import Part, Schedule
+
+Span = tuple[int, int, int]
+"""Reads `begin..end` of the schedule, of which the first `offset` bytes are posted already."""
+
+
+class Backlog:
+    """The reads of one job that still have to be posted."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._todo: list[tuple[int, int]] = [(0, len(schedule))] if len(schedule) else []
+        self._halves: dict[int, tuple[int, int]] = {}
+        """By source: a read of which only the first bytes are posted, and how many."""
+        self._missing: dict[int, int] = {}
+        """Bytes that have not landed yet of reads that were posted in parts."""
+        self._again: list[int] = []
+        """Reads to be posted anew because they were wrong."""
+        self.wrong: dict[int, list[int]] = {}
+        """By read: the sources from which it was wrong, in order."""
+        self.left_bytes = schedule.bytes_of(0, len(schedule))
+        """Bytes of reads that no source has begun to post."""
+
+    def __bool__(self) -> bool:
+        return bool(self._todo or self._halves or self._again)
+
+    def next(self, source: int, working: Collection[int]) -> Span | None:
+        """Return what a source may post next; `working` are the sources that are still asked for more."""
+        half = self._halves.get(source)
+        if half is not None:
+            return half[0], half[0] + 1, half[1]
+        for index in self._again:
+            if source in self._takers(index, working):
+                return index, index + 1, 0
+        if self._todo and (self._schedule.raw or self._schedule.source[self._todo[0][0]] == source):
+            return *self._todo[0], 0
+        return None
+
+    def has_work_for(self, sources: Collection[int]) -> bool:
+        """Tell whether one of these sources has something to post, now or later."""
+        return bool(self._todo or self._again or any(source in self._halves for source in sources))
+
+    def is_half(self, source: int) -> bool:
+        """Tell whether a source has to post the rest of a read first."""
+        return source in self._halves
+
+    def posted(self, source: int, part: Part) -> None:
+        """Move on behind a part that a source has posted."""
+        whole = self._schedule.bytes_of(part.begin, part.end)
+        if not part.offset_bytes:
+            self._take(part)
+        if part.length_bytes == whole:
+            return
+        self._missing.setdefault(part.begin, whole)
+        offset = part.offset_bytes + part.length_bytes
+        if offset < whole:
+            self._halves[source] = part.begin, offset
+        else:
+            self._halves.pop(source, None)
+
+    def landed(self, part: Part) -> bool:
+        """Note that a part has landed; returns whether its reads are complete now."""
+        if part.begin not in self._missing:
+            return True
+        self._missing[part.begin] -= part.length_bytes
+        if self._missing[part.begin]:
+            return False
+        del self._missing[part.begin]
+        return True
+
+    def give_back(self, source: int) -> None:
+        """Let others have the read that a source has begun; nothing of it may be on its way."""
+        half = self._halves.pop(source, None)
+        if half is not None:
+            del self._missing[half[0]]
+            self._again.insert(0, half[0])
+            self.left_bytes += self._schedule.bytes_of(half[0], half[0] + 1)
+
+    def again(self, index: int, source: int, working: Collection[int]) -> bool:
+        """Post a read anew that was wrong: once more, or once from every source; returns False if that is used up."""
+        wrong = self.wrong.setdefault(index, [])
+        wrong.append(source)
+        if not self._takers(index, working):
+            return False
+        self._again.append(index)
+        self.left_bytes += self._schedule.bytes_of(index, index + 1)
+        return True
+
+    def _takers(self, index: int, working: Collection[int]) -> Collection[int]:
+        """Return the sources that may read a read again: those that were not wrong, else a single one once more."""
+        wrong = self.wrong.get(index, [])
+        if not self._schedule.raw:
+            return [int(self._schedule.source[index])] if len(wrong) < 2 else []
+        others = [source for source in working if source not in wrong]
+        return others or (working if len(wrong) < 2 else [])
+
+    def _take(self, part: Part) -> None:
+        self.left_bytes -= self._schedule.bytes_of(part.begin, part.end)
+        if part.begin in self._again:
+            self._again.remove(part.begin)
+            return
+        _, end = self._todo.pop(0)
+        if part.end < end:
+            self._todo.insert(0, (part.end, end))
