@@ -33,6 +33,8 @@ class ShardReport:
     code: str = ""
     message: str = ""
     note: str = ""
+    staged: tuple[int, int] | None = None
+    """The (epoch, number) that waits in host memory to be installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,23 @@ class Update:
     """Fill every rank's memory in one round, and commit for all; answered by one ShardReport a rank."""
 
     version: int | Literal["latest"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Fetch a version into every rank's host memory while the engine serves; answered by one ShardReport a rank."""
+
+    version: int | Literal["latest"]
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """Copy what is staged into every rank's memory in one round; answered by one ShardReport a rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Drop what is staged on any rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +105,24 @@ class Resume:
     """Go on with generation."""
 
 
-Step = Look | Pause | Update | Process | ResetCaches | Publish | SetVersion | Resume
+Step = Look | Stage | Pause | Update | Install | Discard | Process | ResetCaches | Publish | SetVersion | Resume
 Steps = Generator[Step, Any, T]
 S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True)
 class SwapTimes:
-    """Seconds of the parts of the last swap that changed the version; `drain_s`: waiting for running requests."""
+    """Seconds of the parts of the last swap that changed the version; `drain_s`: waiting for running requests.
+
+    `total_s` is how long the engine stood still. `stage_s`: how long the bytes took before that, None if not staged.
+    """
 
     mode: PauseMode
     drain_s: float
     transfer_s: float
     process_s: float
     total_s: float
+    stage_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +168,7 @@ class EngineStatus:
                 "transfer_s": times.transfer_s,
                 "process_s": times.process_s,
                 "total_s": times.total_s,
+                **({} if times.stage_s is None else {"stage_s": times.stage_s}),
             },
         }
 

@@ -7,13 +7,16 @@ and every order of failures can be tested without one.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tensorhub_core.engine.config import PauseMode
 from tensorhub_core.engine.steps import (
+    Discard,
     EngineStatus,
+    Install,
     Look,
     Pause,
     Process,
@@ -22,6 +25,7 @@ from tensorhub_core.engine.steps import (
     Resume,
     SetVersion,
     ShardReport,
+    Stage,
     State,
     Steps,
     SwapOutcome,
@@ -35,12 +39,15 @@ from tensorhub_core.errors import ERRORS, StateError, TensorHubError
 class Swapper:
     """Hold an engine's status and decide its swaps. One swap at a time; the driver's thread or task.
 
-    `now` returns monotonic seconds.
+    `now` returns monotonic seconds. `staged`: while the engine serves, a version is fetched into host memory first, so
+    that the engine stands still only for a local copy and the processing.
     """
 
     status: EngineStatus
     now: Callable[[], float]
+    staged: bool = False
     _paused: bool = field(default=False, init=False)
+    _staging: bool = field(default=False, init=False)
 
     def started(self, reports: Sequence[ShardReport]) -> None:
         """Take over what the engine loaded at its start; raises StateError if its ranks do not agree."""
@@ -57,7 +64,7 @@ class Swapper:
 
         While the engine is paused after a failure, a further swap goes on from there. Raises StateError if a swap runs.
         """
-        if self.status.state == "swapping":
+        if self.status.state == "swapping" or self._staging:
             raise StateError("a swap is running: wait for its end")
         before = self.status
         try:
@@ -65,8 +72,42 @@ class Swapper:
         except Exception as error:
             return self._not_begun(error)
         if before.state == "serving" and found == (before.epoch, before.version):
-            self._set(error=None, code="")
-            return SwapOutcome(before.version, False)
+            return self._unchanged()
+        if self.staged and before.state == "serving":
+            return (yield from self._swap_staged(version, mode))
+        return (yield from self._exchange(Update(version), version, mode, None))
+
+    def _swap_staged(self, version: int | Literal["latest"], mode: PauseMode) -> Steps[SwapOutcome]:
+        """Fetch a version while the old one serves, then exchange them; a version that cannot be had stops nothing."""
+        before, began = self.status, self.now()
+        self._staging = True
+        try:
+            reports = yield Stage(version)
+            problem = _unstaged(reports, version)
+        except Exception as error:
+            problem = _named(error)
+        finally:
+            self._staging = False
+        if problem is not None:
+            yield from self._discard()
+            code, message = problem
+            self._set(error=message, code=code)
+            return SwapOutcome(before.version, False, code, message)
+        target = reports[0].staged
+        assert target is not None
+        if target == (before.epoch, before.version):
+            yield from self._discard()
+            return self._unchanged()
+        outcome = yield from self._exchange(Install(), target[1], mode, self.now() - began)
+        if not outcome.ok:
+            yield from self._discard()
+        return outcome
+
+    def _exchange(
+        self, fill: Update | Install, version: int | Literal["latest"], mode: PauseMode, stage_s: float | None
+    ) -> Steps[SwapOutcome]:
+        """Stop the engine, let `fill` bring the version into every rank's memory, and serve it."""
+        before = self.status
         self._set(state="swapping")
         began = self.now()
         try:
@@ -77,17 +118,31 @@ class Swapper:
         self._paused = True
         drained = self.now()
         try:
-            reports = yield Update(version)
+            reports = yield fill
         except Exception as error:
             return self._stay_paused("failed", error, ())
         transferred = self.now()
         self._set(shards=tuple(reports))
         if (problem := _disagreement(reports, version)) is not None:
             return (yield from self._refused(problem, reports, before.version))
-        return (yield from self._commit(mode, tuple(reports), (began, drained, transferred)))
+        return (yield from self._commit(mode, tuple(reports), (began, drained, transferred), stage_s))
+
+    def _unchanged(self) -> SwapOutcome:
+        """End a swap to the version that is served already."""
+        self._set(error=None, code="")
+        return SwapOutcome(self.status.version, False)
+
+    def _discard(self) -> Steps[None]:
+        """Have the ranks drop what they staged; one that does not hear of it drops it at its next stage."""
+        with contextlib.suppress(Exception):
+            yield Discard()
 
     def _commit(
-        self, mode: PauseMode, reports: tuple[ShardReport, ...], times: tuple[float, float, float]
+        self,
+        mode: PauseMode,
+        reports: tuple[ShardReport, ...],
+        times: tuple[float, float, float],
+        stage_s: float | None,
     ) -> Steps[SwapOutcome]:
         """Serve what every rank now holds."""
         target = reports[0].version
@@ -110,7 +165,8 @@ class Swapper:
         last = self.status.last_swap
         if changed:
             began, drained, transferred = times
-            last = SwapTimes(mode, drained - began, transferred - drained, processed - transferred, self.now() - began)
+            parts = (drained - began, transferred - drained, processed - transferred, self.now() - began)
+            last = SwapTimes(mode, *parts, stage_s)
         self._set(state="serving", version=target, epoch=reports[0].epoch, error=note, code="", last_swap=last)
         return SwapOutcome(target, changed)
 
@@ -181,15 +237,27 @@ class Swapper:
         self.status = replace(self.status, **changes)
 
 
+def _unstaged(reports: Sequence[ShardReport], wanted: int | Literal["latest"]) -> tuple[str, str] | None:
+    """Return (code, message) unless every rank has staged one and the same version, the wanted one."""
+    if not reports:
+        return "state_error", "no rank of the engine answered"
+    failed = [report for report in reports if not report.ok]
+    if failed:
+        return _cause(failed)
+    found = {report.staged for report in reports}
+    first = reports[0].staged
+    if len(found) != 1 or first is None or wanted not in ("latest", first[1]):
+        return "state_error", f"version {wanted} was to be staged, the ranks have {sorted(found, key=str)}"
+    return None
+
+
 def _disagreement(reports: Sequence[ShardReport], wanted: int | Literal["latest"]) -> tuple[str, str] | None:
     """Return (code, message) unless every rank holds the wanted version whole and proves it."""
     if not reports:
         return "state_error", "no rank of the engine answered"
     failed = [report for report in reports if not report.ok]
     if failed:
-        # A rank that was told of the abort knows less than the rank that caused it.
-        cause = max(failed, key=lambda report: (_SEVERITY.get(report.code, 0), -report.shard))
-        return cause.code or "error", _described(failed)
+        return _cause(failed)
     if len({(report.epoch, report.version) for report in reports}) != 1 or reports[0].version is None:
         return "state_error", f"the ranks hold different versions: {_described(reports)}"
     if wanted not in ("latest", reports[0].version):
@@ -198,6 +266,12 @@ def _disagreement(reports: Sequence[ShardReport], wanted: int | Literal["latest"
     if unproven:
         return "state_error", f"no digest proves what these ranks hold: {_described(unproven)}"
     return None
+
+
+def _cause(failed: Sequence[ShardReport]) -> tuple[str, str]:
+    """Return (code, message) of failed ranks: one that was told of the abort knows less than the one that caused it."""
+    cause = max(failed, key=lambda report: (_SEVERITY.get(report.code, 0), -report.shard))
+    return cause.code or "error", _described(failed)
 
 
 _SEVERITY = {

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from tensorhub_core.engine.steps import (
+    Discard,
     EngineStatus,
+    Install,
     Look,
     Pause,
     Process,
@@ -20,6 +22,7 @@ from tensorhub_core.engine.steps import (
     Resume,
     SetVersion,
     ShardReport,
+    Stage,
     Step,
     SwapOutcome,
     Update,
@@ -37,6 +40,7 @@ class Rank:
     memory: int | None = 1
     served: int | None = 1
     published: bool = True
+    staged: int | None = None
 
 
 @dataclass
@@ -46,7 +50,7 @@ class Fake:
     ranks: list[Rank]
     hub: int = 2
     offers: bool = True
-    in_place: bool = False
+    staged: bool = False
     failures: dict[int, str] = field(default_factory=dict)
     paused: bool = False
     caches: int | None = 1
@@ -56,7 +60,7 @@ class Fake:
     served_log: list[tuple[int | None, ...]] = field(default_factory=list)
 
     def swapper(self) -> Swapper:
-        swapper = Swapper(EngineStatus("policy", "engine"), lambda: next(self.clock))
+        swapper = Swapper(EngineStatus("policy", "engine"), lambda: next(self.clock), self.staged)
         swapper.started(self.reports())
         return swapper
 
@@ -71,6 +75,7 @@ class Fake:
                 digest=f"digest-{rank.memory}" if rank.memory is not None else "",
                 code=code if shard == failed else "",
                 message="it broke" if shard == failed else "",
+                staged=None if rank.staged is None else (0, rank.staged),
             )
             for shard, rank in enumerate(self.ranks)
         ]
@@ -91,6 +96,16 @@ class Fake:
                 return (0, self.hub)
             case Pause():
                 self.paused = True
+            case Stage(version=version):
+                return self._stage(self.hub if version == "latest" else version, failure)
+            case Install():
+                assert self.paused, "the memory of a running engine must not change"
+                (staged,) = {rank.staged for rank in self.ranks}
+                assert staged is not None, "no byte is overwritten before all ranks have staged"
+                return self._update(staged, failure)
+            case Discard():
+                for rank in self.ranks:
+                    rank.staged = None
             case Update(version=version):
                 assert self.paused, "the memory of a running engine must not change"
                 return self._update(self.hub if version == "latest" else version, failure)
@@ -124,6 +139,14 @@ class Fake:
             if rank.memory != version:
                 rank.memory, rank.served, rank.published = version, None, self.offers
         return self.reports()
+
+    def _stage(self, version: int, failure: str) -> list[ShardReport]:
+        assert not self.paused, "what is staged while the engine stands still is no gain"
+        for rank in self.ranks:
+            rank.staged = version
+        if failure in ("refuse", "dirty"):
+            self.ranks[-1].staged = None if failure == "refuse" else version + 100
+        return self.reports(len(self.ranks) - 1 if failure == "refuse" else None, "version_unavailable")
 
     def _process(self, failure: str) -> list[ShardReport]:
         for shard, rank in enumerate(self.ranks):
@@ -200,11 +223,64 @@ def test_a_broken_update_stays_paused_until_a_source_appears() -> None:
     assert swapper.status.state == "serving"
 
 
+def test_a_staged_swap_stops_the_engine_only_when_all_ranks_have_the_bytes() -> None:
+    fake = Fake([Rank(), Rank()], staged=True)
+    swapper = fake.swapper()
+    assert run(fake, swapper) == SwapOutcome(2, True)
+    kinds = [type(step) for step in fake.steps]
+    assert kinds == [Look, Stage, Pause, Install, Process, ResetCaches, SetVersion, Resume]
+    times = swapper.status.last_swap
+    assert times is not None
+    assert times.stage_s is not None
+    assert swapper.status.as_json()["last_swap"]["stage_s"] == times.stage_s > 0
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [("refuse", "version_unavailable"), ("raise before", "version_unavailable"), ("dirty", "state_error")],
+)
+def test_a_version_that_cannot_be_staged_by_all_ranks_stops_nothing(failure: str, code: str) -> None:
+    fake = Fake([Rank(), Rank()], staged=True, failures={1: failure})
+    swapper = fake.swapper()
+    outcome = run(fake, swapper)
+    assert (outcome.version, outcome.code) == (1, code)
+    assert [type(step) for step in fake.steps] == [Look, Stage, Discard]
+    assert (swapper.status.state, swapper.status.version) == ("serving", 1)
+    assert swapper.status.error
+    assert all(rank.staged is None for rank in fake.ranks)
+    assert run(fake, swapper) == SwapOutcome(2, True)
+    assert swapper.status.error is None
+
+
+def test_a_second_swap_while_one_is_staged_is_a_state_error() -> None:
+    fake = Fake([Rank()], staged=True)
+    swapper = fake.swapper()
+    running = swapper.swap("latest", "wait")
+    next(running)
+    assert running.send((0, 2)) == Stage("latest")
+    assert swapper.status.state == "serving", "the old version serves meanwhile"
+    with pytest.raises(StateError, match="a swap is running"):
+        next(swapper.swap("latest", "wait"))
+
+
+def test_an_engine_that_stands_still_is_filled_at_once() -> None:
+    fake = Fake([Rank(), Rank()], staged=True, failures={3: "dirty"})
+    swapper = fake.swapper()
+    assert not run(fake, swapper).ok
+    assert fake.steps[-1] == Discard()
+    fake.steps.clear()
+    assert run(fake, swapper) == SwapOutcome(2, True)
+    assert [type(step) for step in fake.steps][:2] == [Look, Update]
+
+
 @pytest.mark.parametrize("kind", ["raise before", "raise after", "refuse", "dirty"])
-@pytest.mark.parametrize("at", range(8))
+@pytest.mark.parametrize("at", range(9))
 @pytest.mark.parametrize("offers", [True, False])
-def test_no_single_failure_leads_to_a_mix_and_the_next_swap_heals_it(kind: str, at: int, offers: bool) -> None:
-    fake = Fake([Rank(), Rank()], offers=offers, failures={at: kind})
+@pytest.mark.parametrize("staged", [True, False])
+def test_no_single_failure_leads_to_a_mix_and_the_next_swap_heals_it(
+    kind: str, at: int, offers: bool, staged: bool
+) -> None:
+    fake = Fake([Rank(), Rank()], offers=offers, staged=staged, failures={at: kind})
     swapper = fake.swapper()
     outcome = run(fake, swapper)
     if outcome.ok:
@@ -221,7 +297,8 @@ def test_no_single_failure_leads_to_a_mix_and_the_next_swap_heals_it(kind: str, 
 @pytest.mark.parametrize("seed", range(300))
 def test_no_history_of_failures_leads_to_a_mix(seed: int) -> None:
     chance = random.Random(seed)
-    fake = Fake([Rank() for _ in range(chance.choice((1, 2, 4)))], offers=chance.random() < 0.5)
+    ranks = [Rank() for _ in range(chance.choice((1, 2, 4)))]
+    fake = Fake(ranks, offers=chance.random() < 0.5, staged=chance.random() < 0.5)
     swapper = fake.swapper()
     for _ in range(8):
         fake.hub += chance.choice((0, 1, 2))
