@@ -78,14 +78,14 @@ def filling_copies(s: Step, model: ModelState, key: VersionKey, reader: Worker) 
 
 
 def choose_copies(s: Step, group: Group, reader: Worker, current: Round, promised: bool) -> list[Copy]:
-    """Choose the copies a shard reads the round's version from; empty if there are none."""
-    key, memory = current.key, reader.memory
-    if key is None or memory is None:
+    """Choose the copies a shard reads the round's version from; empty if there are none.
+
+    Several of the reader's own layout hold the same bytes, each of them all; those of another layout are the shards of
+    one replica. Sources that failed the shard are left out, unless they were only slow and there is no other.
+    """
+    if current.key is None or reader.memory is None:
         return []
-    model = s.model(reader)
     avoid = current.avoid.get(reader.shard, {})
-    replicas = [(g, cs) for g, cs in offered_groups(s, model, key, promised) if g.replica != reader.replica]
-    here = place_of(group)
     dead = {copy for copy, kind in avoid.items() if kind != "slow"}
     for left_out in (set(avoid), dead) if len(dead) < len(avoid) else (dead,):
         copies = choose_among(s, group, reader, current.key, promised, left_out)
@@ -100,6 +100,7 @@ def choose_among(
     """Choose the copies a shard reads a version from, but none that is left out."""
     model, memory, here = s.model(reader), reader.memory, place_of(group)
     assert memory is not None
+    replicas = [(g, cs) for g, cs in offered_groups(s, model, key, promised) if g.replica != reader.replica]
     raw = [c for _, copies in replicas for c in copies]
     if replicas:
         raw += filling_copies(s, model, key, reader)
