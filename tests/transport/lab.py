@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -34,6 +34,8 @@ SENTINEL = 0xA5
 PEER_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 30.0
 STEP_BYTES = 64 << 10
+QUIET = ("tcp",)
+"""The kinds of which only the reader's own calls write into its memory."""
 PEER_BYTES = 32 << 20
 """What every peer serves: much more than fits into the sockets between two processes."""
 
@@ -69,12 +71,19 @@ class Lab:
     """A reader under test and its peers."""
 
     def __init__(
-        self, reader: Transport, peer: Callable[[], Peer], settle: Callable[[], None], busy_s: float = 0.0
+        self,
+        reader: Transport,
+        peer: Callable[[], Peer],
+        settle: Callable[[], None],
+        busy_s: float = 0.0,
+        quiet: bool = False,
     ) -> None:
         """`peer` returns one that nothing has happened to; `settle` lets bytes land that are still on their way.
 
-        `busy_s` is how long a reader may well have no time for its reads.
+        `busy_s` is how long a reader may well have no time for its reads. `quiet` is whether only the reader's own
+        calls write, so that every close is quiet; else whatever has not ended goes on by itself.
         """
+        self.quiet = quiet
         self.reader = reader
         self.busy_s = busy_s
         self.peer = peer
@@ -93,6 +102,15 @@ class Lab:
         while (state := self.reader.poll(read).state) is ReadState.ACTIVE and time.monotonic() < end:
             time.sleep(0.0005)
         return state
+
+    def give_up(self, reads: Sequence[ReadId]) -> None:
+        """Close reads that have not all ended well, as a worker does; afterwards none of their bytes can land."""
+        quiet = [self.reader.close(read) for read in reads]
+        if self.quiet:
+            assert all(quiet)
+        else:
+            assert not all(quiet), "reads that go on by themselves, or have failed, are not quiet"
+            self.reader.fence()
 
     def read(self, peer: PeerId, batch: Batch) -> None:
         """Read a batch to its end and close it."""
@@ -284,7 +302,9 @@ def open_lab(kind: str, pool: Pool, set_environment: Callable[[str, str], None])
         taken.append(pool.take(kind))
         return taken[-1]
 
-    lab = Lab(make_transport(kind.partition("-")[0]), peer, lambda: time.sleep(1.0), busy_s=8.0)
+    settle_s, busy_s = (0.3, 5.0) if kind in QUIET else (1.0, 8.0)
+    reader = make_transport(kind.partition("-")[0])
+    lab = Lab(reader, peer, lambda: time.sleep(settle_s), busy_s, quiet=kind in QUIET)
     try:
         yield lab
     finally:
