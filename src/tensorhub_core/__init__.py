@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from tensorhub_core.client.connect import connect
+    from tensorhub_core.client.staged import Staged
     from tensorhub_core.client.versions import Version, VersionInfo
     from tensorhub_core.client.worker import Worker
     from tensorhub_core.errors import (
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
 _PLACES = {
     "connect": "client.connect",
     "Worker": "client.worker",
+    "Staged": "client.staged",
     "Version": "client.versions",
     "VersionInfo": "client.versions",
     "serve": "server.serving",
@@ -70,6 +72,7 @@ __all__ = [
     "Server",
     "ServerUnreachable",
     "Settings",
+    "Staged",
     "StateError",
     "TensorHubError",
     "TransportError",

@@ -1,4 +1,5 @@
 from tensorhub_core.client.connect import connect as connect
+from tensorhub_core.client.staged import Staged as Staged
 from tensorhub_core.client.versions import Version as Version
 from tensorhub_core.client.versions import VersionInfo as VersionInfo
 from tensorhub_core.client.worker import Worker as Worker

@@ -66,5 +66,8 @@ class ClientConfig:
     )
     interface: str | None = _setting(None, "network interface the data plane uses; None = the transport's choice")
     segment_bytes: int = _setting(4 << 20, "size of a segment: the unit of transfer, check and resume", least=4096)
+    staging_bytes: int | None = _setting(
+        None, "most host memory that `stage()` may take; None = as much as the shard has", least=0
+    )
     window: int = _setting(8, "reads in flight to one source", least=1)
     stall_s: float = _setting(5.0, "seconds without a byte after which a source is left for another", least=0.05)

@@ -136,9 +136,13 @@ def _connect_embedded(identity: Identity, mailbox: Mailbox, settings: Settings) 
 
 
 def _transport_maker(transport: str | Transport, config: ClientConfig) -> Callable[[], Transport]:
+    given = iter(() if isinstance(transport, str) else (transport,))
+
     def make() -> Transport:
         if not isinstance(transport, str):
-            return transport
+            for once in given:
+                return once
+            raise ConfigError("stage() needs a data plane of its own: give connect() a transport's name, not an object")
         name = config.transport if transport == "auto" else transport
         choice = choose_transport(name, interface=config.interface)
         get_logger("client").info("data plane %s", choice.reason)

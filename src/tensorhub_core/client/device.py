@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 
 class _Run:
@@ -25,6 +27,14 @@ def device_bytes(device: str, address: int, length_bytes: int) -> memoryview:
 
     run = torch.as_tensor(_Run(address, length_bytes), device=device)
     return run.cpu().numpy().data
+
+
+def fill_device(device: str, address: int, data: NDArray[np.uint8]) -> None:
+    """Copy host bytes [bytes] to device memory, on the thread's current stream; returns before they have arrived."""
+    import torch
+
+    run = torch.as_tensor(_Run(address, len(data)), device=device)
+    run.copy_(torch.from_numpy(data))
 
 
 def checksum_device(device: str, address: int, length_bytes: int) -> int:

@@ -14,10 +14,11 @@ Submit = Callable[[Request, Callable[[Reply], None]], int]
 
 
 class Drain:
-    """At most one `Unpublish` in flight; it outlives the call that gave up waiting for it."""
+    """At most one `Unpublish` (or what `request` is) in flight; it outlives the call that gave up waiting for it."""
 
-    def __init__(self, submit: Submit, withdrawn: Callable[[], None]) -> None:
+    def __init__(self, submit: Submit, withdrawn: Callable[[], None], request: Request | None = None) -> None:
         """`withdrawn` is called, on the session's thread, before anybody else hears that the copy is withdrawn."""
+        self._request: Request = Unpublish() if request is None else request
         self._submit = submit
         self._withdrawn = withdrawn
         self._lock = threading.Lock()
@@ -31,7 +32,7 @@ class Drain:
             future: Future[Reply] = Future()
             self._running = future
         try:
-            self._submit(Unpublish(), lambda reply: self._ended(future, reply))
+            self._submit(self._request, lambda reply: self._ended(future, reply))
         except BaseException:
             with self._lock:
                 self._running = None

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tensorhub_core.client.access import SourceBook, SourceFault
 from tensorhub_core.client.machine import step
-from tensorhub_core.client.memory import RegisteredMemory
+from tensorhub_core.client.memory import FilledMemory
 from tensorhub_core.client.reading import (
     Destination,
     Executor,
@@ -90,7 +90,7 @@ class RoundParts:
     """What a round works with. `withdraw(done)` takes the old copy back and calls `done(error or None)` at its end."""
 
     wire: Wire
-    memory: RegisteredMemory
+    memory: FilledMemory
     book: SourceBook
     executor: Executor
     withdraw: Callable[[Callable[[BaseException | None], None]], None]

@@ -15,6 +15,7 @@ class Holding:
     `held`: the version in memory under the commitment not to change it. `published`: it is offered to others.
     `draining`: it is being taken back, readers may still see it. `dirty`: a read was broken off in it. `origin`: the
     version of the last committed round in it, which the worker may publish again as a holder, not as its creator.
+    `digest`: of the checksums of `held`. `staged`: the version that waits in staging memory to be installed.
     """
 
     registered: bool = False
@@ -23,9 +24,12 @@ class Holding:
     draining: bool = False
     dirty: bool = False
     origin: VersionKey | None = None
+    digest: bytes | None = None
+    staged: VersionKey | None = None
 
     def check_register(self) -> None:
         """Raise StateError if the memory may not be exchanged now."""
+        self._check_nothing_staged("register")
         if self.published or self.draining:
             raise StateError(f"version {_number(self.held)} is published: call unpublish() before register()")
 
@@ -58,6 +62,26 @@ class Holding:
     def check_update(self) -> None:
         """Raise StateError if there is no memory to update."""
         self._check_registered("update")
+
+    def check_stage(self) -> None:
+        """Raise StateError if nothing can be staged now."""
+        self._check_registered("stage")
+        self._check_nothing_staged("stage")
+
+    def check_install(self, key: VersionKey, wanted: bool) -> None:
+        """Raise StateError if a staged version cannot be installed now; `wanted`: its number was asked for."""
+        self._check_registered("install")
+        if self.staged != key:
+            raise StateError(f"version {_number(key)} is not staged any more: it was installed or discarded")
+        if self.held is not None and self.held > key and not wanted:
+            raise StateError(
+                f"version {_number(key)} was staged as the latest one, but the memory holds {_number(self.held)}: "
+                f"discard() it, or call stage({_number(key)}) to go back"
+            )
+
+    def _check_nothing_staged(self, what: str) -> None:
+        if self.staged is not None:
+            raise StateError(f"version {_number(self.staged)} is staged: install() or discard() it before {what}()")
 
     def _check_registered(self, what: str) -> None:
         if not self.registered:

@@ -54,6 +54,30 @@ class StorageMemory:
     """Flat bytes [length_bytes] of CPU memory; None on other devices."""
 
 
+class FilledMemory(Protocol):
+    """Memory that a round fills: registered, or staging; see `RegisteredMemory`."""
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def table(self) -> SegmentTable: ...
+    @property
+    def addresses(self) -> NDArray[np.uint64]: ...
+    @property
+    def devices(self) -> tuple[str, ...]: ...
+    @property
+    def buffers(self) -> tuple[NDArray[np.uint8] | None, ...]: ...
+
+    def collect(self) -> None:
+        """Bring in what a read may leave as it is, before the first one."""
+
+    def spread(self) -> None:
+        """Put what was read where the user sees it."""
+
+    def sums(self) -> NDArray[np.uint64]:
+        """Return the checksum of every segment, u64 [segments]."""
+
+
 class RegisteredMemory:
     """The tensors of one `register()`; keeps them alive. Calls come from one thread at a time."""
 

@@ -10,7 +10,6 @@ from tensorhub_core.client.rounds import (
     Ask,
     Effect,
     End,
-    Mode,
     Phase,
     Plan,
     Read,
@@ -67,13 +66,12 @@ class Step:
 def join(s: Step) -> None:
     """Join the round, for the first time or again; all shards of the replica ask for the same, whatever they have read.
 
-    A server that still knows our committed copy answers an update with `NothingNewer`.
+    A server that still knows our committed copy answers an update with `NothingNewer`, and so a stage or an install.
     """
     state = s.state
-    mode: Mode = state.mode
-    if state.touched:
-        mode = "update" if state.done_asked else "replicate"
-    have = None if state.touched else state.have
+    mode, have = state.mode, state.have
+    if state.touched and mode not in ("stage", "install"):
+        mode, have = "update" if state.done_asked else "replicate", None
     s.ask(JoinRound(state.number, state.want, mode, have, state.offer), Phase.JOINING)
 
 
@@ -81,13 +79,15 @@ def promised(s: Step, promise: Promise) -> None:
     """Take a promise: the first one, one with other sources, or one of another life of the session."""
     state, key = s.state, (promise.epoch, promise.number)
     moved = state.key is not None and state.key != key
+    installs = state.mode == "install"
     wrong = (moved and state.phase is Phase.RELOCATING) or state.want not in (None, promise.number)
-    if promise.round != state.number or not promise.sources or wrong:
+    wrong = wrong or (key != state.have if installs else not promise.sources)
+    if promise.round != state.number or wrong:
         text = f"version {promise.number} (epoch {promise.epoch}) from {len(promise.sources)} sources"
         return leave(s, StateError(f"the server promised {text}, which is not what this round asked for"))
     if moved and state.done_asked:
         state.published = True  # what was read may have been committed: nobody may see it change
-    same = same_memory(state.sources, promise.sources)
+    same = installs or same_memory(state.sources, promise.sources)
     before, state.sources, state.key = state.sources, promise.sources, key
     state.lost.clear()
     note_progress(s, promise.sources)

@@ -9,6 +9,7 @@ from tensorhub_core.client.identity import Standing
 from tensorhub_core.client.memory import RegisteredMemory
 from tensorhub_core.client.reading import Executor
 from tensorhub_core.client.session import Session
+from tensorhub_core.client.staging_room import StagingRoom
 from tensorhub_core.clock import Deadline
 from tensorhub_core.ids import VersionKey
 from tensorhub_core.layout.canonical import digest_of
@@ -31,6 +32,7 @@ class Resources:
         self._make_transport, self._make_executor = make_transport, make_executor
         self._transport: Transport | None = None
         self._executor: Executor | None = None
+        self.room = StagingRoom(make_transport, make_executor)
 
     @property
     def transport(self) -> Transport:
@@ -92,6 +94,8 @@ class Resources:
         with _logged("executor"):
             if executor is not None:
                 executor.close()
+        with _logged("staging memory"):
+            self.room.close()
         with _logged("transport"):
             if transport is not None:
                 transport.shutdown()

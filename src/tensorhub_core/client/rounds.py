@@ -10,7 +10,7 @@ from tensorhub_core.client.reading import ReadOutcome
 from tensorhub_core.ids import VersionKey
 from tensorhub_core.state.messages import Announce, Filling, LeaveRound, Reply, Request, Source, Welcome
 
-Mode = Literal["replicate", "update"]
+Mode = Literal["replicate", "update", "stage", "install"]
 
 
 class Phase(Enum):
@@ -31,12 +31,14 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class RoundState:
-    """One replicate or update of this worker.
+    """One replicate, update, stage or install of this worker.
 
-    `published`: a copy of this worker is still offered and has to be withdrawn before memory is touched. `touched`: the
-    memory is not what it was. `running`: a read job runs. `complete`: every segment is in place and verified. `asked`
-    counts the requests; only the answer to the newest one counts. `done_asked` is the number of the `Done` whose answer
-    is not known, 0 if there is none: until then the server may take the copy for committed.
+    The memory of a stage round is the staging memory, and `have` what the registered memory holds meanwhile; `have` of
+    an install is the staged version. `published`: a copy of this worker is still offered and has to be withdrawn before
+    memory is touched. `touched`: the memory is not what it was. `running`: a read job runs. `complete`: every segment
+    is in place and verified. `asked` counts the requests; only the answer to the newest one counts. `done_asked` is the
+    number of the `Done` whose answer is not known, 0 if there is none: until then the server may take the copy for
+    committed.
     """
 
     number: int

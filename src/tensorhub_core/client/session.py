@@ -79,6 +79,8 @@ class Session:
         """
         self._identity, self._listener, self._resolve = identity, listener, resolve
         self.standing = Standing()
+        self.staging: tuple[Request, ...] = ()
+        """What a server that does not know the worker is told of its staging memory, after `standing`."""
         self.high: tuple[int, int] | None = None
         self.hellos = 0
         self._link = Link(address)
@@ -319,6 +321,7 @@ class Session:
         messages: list[Request] = list(standing.blobs)
         if standing.register is not None:
             messages.append(standing.register)
+            messages += self.staging
         requests: dict[int, _Open] = {}
         for message in messages:
             number = next(self._numbers)

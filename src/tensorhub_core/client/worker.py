@@ -7,20 +7,21 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from tensorhub_core.client.access import SourceBook
-from tensorhub_core.client.drain import Drain, error_of
-from tensorhub_core.client.driver import CheckCallback, ProgressCallback, RoundDriver, RoundParts
+from tensorhub_core.client.driver import CheckCallback, ProgressCallback
 from tensorhub_core.client.holding import Holding
 from tensorhub_core.client.identity import Identity, checked
 from tensorhub_core.client.mailbox import Mailbox
 from tensorhub_core.client.memory import RegisteredMemory
 from tensorhub_core.client.resources import Resources
-from tensorhub_core.client.rounds import End, Mode, RoundState
+from tensorhub_core.client.rounds import Mode
+from tensorhub_core.client.runner import Call, RoundRunner, StagedVersion
+from tensorhub_core.client.staged import Staged, StagedEnds, Stager
 from tensorhub_core.client.sums import pack_sums
 from tensorhub_core.client.tensors import Tensors
 from tensorhub_core.client.versions import Version, VersionInfo, number_of, wanted
@@ -55,8 +56,8 @@ _CLOSE_BUSY_S = 35.0
 class Worker:
     """One shard of a replica, connected to the reference server; made by `connect()`.
 
-    `register`, `publish`, `unpublish`, `replicate` and `update` belong to one thread at a time (a second one gets
-    `StateError`); `wait`, `versions`, `version` and `close` may be called from any.
+    `register`, `publish`, `unpublish`, `replicate`, `update`, `stage` and the methods of what it returns belong to one
+    thread at a time (a second one gets `StateError`); `wait`, `versions`, `version` and `close` may be called from any.
     """
 
     def __init__(self, identity: Identity, config: ClientConfig, resources: Resources, mailbox: Mailbox) -> None:
@@ -65,10 +66,9 @@ class Worker:
         self._identity, self._config = identity, config
         self._resources, self._session, self._mailbox = resources, resources.session, mailbox
         self._holding = Holding()
-        self._digest: bytes | None = None
         self._book: SourceBook | None = None
-        self._drain = Drain(self._session.submit, self._session.offer_nothing)
-        self._next_round = (0, 0)
+        self._runner = RoundRunner(resources, mailbox, self._holding)
+        self._stager = Stager(self._runner, resources, self._holding, config.staging_bytes)
         self._lock = threading.Lock()
         self._running = ""
         self._closed = False
@@ -93,7 +93,7 @@ class Worker:
     @property
     def digest(self) -> bytes | None:
         """Return the xxh3_128 of the verified checksums of what the memory holds, None if it holds no version."""
-        return None if self.version is None else self._digest
+        return None if self.version is None else self._holding.digest
 
     # --- holding ----------------------------------------------------------------------------------------------------
 
@@ -119,6 +119,7 @@ class Worker:
             if self._holding.held is not None:
                 # The server knows a copy that is held back: other memory must not pass for it.
                 self._session.request(Unpublish(), deadline)
+            self._stager.make_room(memory, deadline)
             self._holding.registered, self._holding.held = False, None
             self._serve(memory, deadline)
             self._holding.now_registered()
@@ -145,11 +146,11 @@ class Worker:
                 reply = self._session.request(Publish(number, sums.digest, held_epoch), deadline)
             except BaseException as error:
                 if not isinstance(error, TensorHubError) or isinstance(error, DeadlineExceeded | ServerUnreachable):
-                    self._take_back_uncertain()
+                    self._runner.take_back_uncertain()
                 raise
             assert isinstance(reply, Published)
             self._holding.now_published((reply.epoch, reply.number))
-            self._digest = sums.digest
+            self._holding.digest = sums.digest
             self._resources.stand((reply.epoch, reply.number), sums, life)
             self.counters.published += 1
             return Version(reply.number, reply.epoch)
@@ -163,7 +164,7 @@ class Worker:
         with self._exclusively("unpublish"):
             if self._holding.held is None and not self._holding.published:
                 return
-            future, begun = self._drain.begin()
+            future, begun = self._runner.drain.begin()
             self.counters.drains += int(begun)
             self._holding.now_draining()
             checked(self._session.result(future, self._deadline(timeout_s), "unpublish()"))
@@ -190,7 +191,7 @@ class Worker:
         want = wanted(version)
         with self._exclusively("replicate", unmoved=True):
             self._holding.check_replicate()
-            return self._round("replicate", want, timeout_s, progress, publish, check)
+            return self._runner.fill(*self._call("replicate", want, timeout_s, progress, publish, check))
 
     def update(
         self,
@@ -208,7 +209,29 @@ class Worker:
         want = wanted(version)
         with self._exclusively("update", unmoved=True):
             self._holding.check_update()
-            return self._round("update", want, timeout_s, progress, publish, check)
+            return self._runner.fill(*self._call("update", want, timeout_s, progress, publish, check))
+
+    def stage(
+        self,
+        version: int | str = "latest",
+        timeout_s: float | None = None,
+        progress: ProgressCallback | None = None,
+        check: CheckCallback | None = None,
+    ) -> Staged:
+        """Fetch a version into host memory while the registered memory serves on; return it, ready to `install()`.
+
+        All shards of the replica stage together and get the same version. Nothing is fetched if the memory holds the
+        version already. The memory is allocated by the first stage and kept for later ones until `discard()`. Arguments
+        and errors as for `replicate`, but that the registered memory is never touched; and StateError while another
+        version is staged, or if the setting `staging_bytes` does not allow as much as the shard has.
+        """
+        want = wanted(version)
+        with self._exclusively("stage", unmoved=True):
+            self._holding.check_stage()
+            call, memory, book = self._call("stage", want, timeout_s, progress, check=check)
+            what, digest = self._stager.stage(call, memory, book)
+            ends = StagedEnds(self._install, self._discard, self._leave_staged)
+            return Staged(what, memory.total_bytes, digest, ends)
 
     def wait(self, newer_than: int | None = None, timeout_s: float | None = None) -> Version:
         """Wait until a whole version newer than `newer_than` is available (None: any) and return it; moves nothing.
@@ -247,17 +270,21 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        lease_s = self._mailbox.newest()[0].lease_s
-        self._close(self._config.close_timeout_s if kind is None else min(lease_s, self._config.close_timeout_s))
+        self._close(self._close_s(hurry=kind is not None))
 
     # --- how --------------------------------------------------------------------------------------------------------
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline.after(self._config.call_timeout_s if timeout_s is None else timeout_s, time.monotonic())
 
+    def _close_s(self, hurry: bool) -> float:
+        """Return how long an end waits for readers; after an error no longer than a lease."""
+        patience_s = self._config.close_timeout_s
+        return min(self._mailbox.newest()[0].lease_s, patience_s) if hurry else patience_s
+
     def _check_open(self) -> None:
         self._session.check_alive()
-        if self._closed:
+        if self._closed or self._runner.lost:
             raise StateError("the worker is closed: connect() again")
 
     @contextlib.contextmanager
@@ -289,78 +316,34 @@ class Worker:
             self._serve(memory, deadline)
         return memory
 
-    def _round(
+    def _call(
         self,
         mode: Mode,
         want: int | None,
         timeout_s: float | None,
-        progress: ProgressCallback | None,
-        offer: bool,
-        check: CheckCallback | None,
-    ) -> Version:
-        deadline, holding = self._deadline(timeout_s), self._holding
+        progress: ProgressCallback | None = None,
+        offer: bool = True,
+        check: CheckCallback | None = None,
+    ) -> tuple[Call, RegisteredMemory, SourceBook]:
+        """Return what a round needs, after the registered memory was made sure to be served and writable."""
+        deadline = self._deadline(timeout_s)
         memory = self._served_memory(deadline)
         memory.check_writable()
         assert self._book is not None
-        welcome, life = self._mailbox.newest()
-        number = self._next_round[1] if self._next_round[0] == life else welcome.next_round
-        have = None if holding.dirty else holding.held
-        state = RoundState(number, want, mode, have, offer, deadline.at_s, holding.published or holding.draining)
-        executor = self._resources.executor
-        parts = RoundParts(self._session, memory, self._book, executor, self._withdraw, self.counters, check)
-        driver = RoundDriver(state, parts, life, deadline, progress)
-        self._mailbox.attach(driver)
-        try:
-            end = driver.run()
-        finally:
-            self._mailbox.detach()
-            self._next_round = (driver.life, state.number + 1)
-        if not state.published and (holding.published or holding.draining):
-            holding.now_withdrawn(keep=True)
-        return self._conclude(state, driver, end)
+        return Call(mode, want, deadline, progress, offer, check), memory, self._book
 
-    def _withdraw(self, done: Callable[[BaseException | None], None]) -> None:
-        future, begun = self._drain.begin()
-        self.counters.drains += int(begun)
-        self._holding.now_draining()
-        future.add_done_callback(lambda reply: done(error_of(reply.result())))
+    def _install(self, what: StagedVersion, timeout_s: float | None, offer: bool) -> Version:
+        with self._exclusively("install", unmoved=True):
+            return self._stager.install(what, *self._call("install", None, timeout_s, offer=offer))
 
-    def _conclude(self, state: RoundState, driver: RoundDriver, end: End) -> Version:
-        """Note how a round ended; return the version or raise its error."""
-        holding = self._holding
-        self.counters.discards += state.discards
-        if end.error is None:
-            assert end.key is not None
-            if end.held and holding.held != end.key:
-                raise StateError(f"the server takes the memory for version {end.key[1]}: call unpublish(), then again")
-            if not end.held:
-                holding.now_committed(end.key, end.published)
-                self.counters.commits += 1
-                self._digest = None if driver.sums is None else driver.sums.digest
-                if end.published and driver.sums is not None:
-                    self._resources.stand(end.key, driver.sums, driver.life)
-            return Version.of(end.key)
-        self.counters.aborted_rounds += 1
-        if end.dirty:
-            holding.now_spoiled()
-        if end.uncertain:
-            self._take_back_uncertain()
-        if end.unquiet:
-            self._closed = True
-            self._session.close()
-        elif state.key is None and isinstance(end.error, StateError):
-            self._session.say_hello_again()  # the server's count of rounds may be another one than ours
-        if isinstance(end.error, DeadlineExceeded) and not self._session.answers():
-            raise ServerUnreachable(f"{end.error}; {self._session.address} is silent") from end.error
-        raise end.error
+    def _discard(self, what: StagedVersion, timeout_s: float | None) -> None:
+        if not self._closed:
+            with self._exclusively("discard"):
+                self._stager.discard(what, self._deadline(timeout_s))
 
-    def _take_back_uncertain(self) -> None:
-        """Take back what the server may take for published, and let nobody read it meanwhile."""
-        self._holding.published = True
-        self._holding.now_draining()
-        with contextlib.suppress(TensorHubError):
-            self._drain.begin()
-        self._resources.hide()
+    def _leave_staged(self, what: StagedVersion, hurry: bool) -> None:
+        with contextlib.suppress(StateError), self._exclusively("discard"):
+            self._stager.leave(what, self._deadline(self._close_s(hurry)))
 
     def _key_of(self, version: int | None) -> VersionKey | None:
         if version is None:
@@ -392,9 +375,11 @@ class Worker:
         session = self._session
         if not session.answers() or self._mailbox.over is not None:
             return
+        deadline = self._deadline(drain_s)
+        self._stager.let_go(deadline)
         if self._holding.published:
             try:
-                session.result(self._drain.begin()[0], Deadline.after(drain_s, time.monotonic()), "unpublish()")
+                session.result(self._runner.drain.begin()[0], deadline, "unpublish()")
             except TensorHubError as error:
                 get_logger("client").warning("closed while version %s had readers: %s", self.version, error)
         session.leave(_LEAVE_S)

@@ -47,8 +47,10 @@ def sweep(s: Step, keep_s: float = KEEP_UNREFERENCED_S) -> None:
     for worker in s.state.workers.values():
         if worker.memory is not None:
             referenced.update((worker.memory.layout, worker.memory.placement))
-        if worker.copy is not None:
-            referenced.update((worker.copy.memory.layout, worker.copy.memory.placement, worker.copy.sums))
+        if worker.staging is not None:
+            referenced.add(worker.staging.placement)
+        for copy in worker.copies():
+            referenced.update((copy.memory.layout, copy.memory.placement, copy.sums))
     for group in (g for model in s.state.models.values() for g in model.groups.values()):
         for joined in (j for r in group.rounds.values() for j in r.joined.values()):
             if joined.done_sums is not None:

@@ -24,7 +24,7 @@ def references_agree(state: ServerState) -> Iterator[str]:
         if lease.copy not in state.copies or lease.id not in state.copies[lease.copy].leases:
             yield f"lease {lease.id} has no copy"
     for copy in state.copies.values():
-        if copy.worker not in state.workers or state.workers[copy.worker].copy is not copy:
+        if copy.worker not in state.workers or all(c is not copy for c in state.workers[copy.worker].copies()):
             yield f"copy {copy.id} has no holder"
         if not copy.leases <= state.leases.keys():
             yield f"copy {copy.id} has a dead lease"
@@ -103,6 +103,30 @@ def l13_filling_needs_a_round(state: ServerState) -> Iterator[str]:
         current = _model_of(state, copy.worker).groups[worker.replica].open_round()
         if current is None or current.key != copy.key or worker.shard not in current.joined:
             yield f"copy {copy.id} fills without a round"
+        elif (current.mode == "stage") != (copy is worker.staged):
+            yield f"copy {copy.id} fills the wrong memory in a round of mode {current.mode}"
+
+
+def l13_nothing_is_overwritten_before_all_have_staged(state: ServerState) -> Iterator[str]:
+    """An install has a promise only when every shard has joined with the promised version."""
+    for group in _groups(state):
+        for current in group.rounds.values():
+            if current.kind != "install" or current.key is None or current.verdict is not None:
+                continue
+            staged = {shard for shard, joined in current.joined.items() if joined.have == current.key}
+            if staged != set(range(group.num_shards)):
+                yield f"{group.replica} installs {current.key} that only shards {sorted(staged)} have staged"
+
+
+def l1_what_is_staged_was_whole_before(state: ServerState) -> Iterator[str]:
+    """A finished staged copy is of a version that became whole in registered memory."""
+    for worker in state.workers.values():
+        copy = worker.staged
+        if copy is None or copy.state is CopyState.FILLING:
+            continue
+        record = state.models[worker.model].versions.get(copy.key)
+        if copy.state is not CopyState.HELD and (record is None or not record.was_whole):
+            yield f"copy {copy.id} of {copy.key} is staged, but the version never was whole"
 
 
 def l14_no_circles(state: ServerState) -> Iterator[str]:
@@ -140,5 +164,7 @@ LAWS: tuple[Callable[[ServerState], Iterator[str]], ...] = (
     l10_high_is_the_highest_whole_version,
     l12_first_manifest_binds,
     l13_filling_needs_a_round,
+    l13_nothing_is_overwritten_before_all_have_staged,
+    l1_what_is_staged_was_whole_before,
     l14_no_circles,
 )

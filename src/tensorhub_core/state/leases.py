@@ -74,6 +74,8 @@ def drop_copy(s: Step, copy: Copy, reason: str) -> None:
     s.state.draining.discard(copy.id)
     if holder.copy is copy:
         holder.copy = None
+    if holder.staged is copy:
+        holder.staged = None
     forget_holder(s, holder, copy.key)
     for lease_id in sorted(copy.leases):
         revoke_lease(s, lease_id, reason)
@@ -84,7 +86,7 @@ def drop_copy(s: Step, copy: Copy, reason: str) -> None:
 def forget_holder(s: Step, holder: Worker, key: VersionKey) -> None:
     """Take a replica out of a version's holders when none of its shards has a copy any more."""
     holders = s.model(holder).holders
-    if any(w.copy is not None and w.copy.key == key for w in s.members(s.group(holder))):
+    if any(copy.key == key for w in s.members(s.group(holder)) for copy in w.copies()):
         return
     replicas = holders.get(key, set())
     replicas.discard(holder.replica)
@@ -105,9 +107,12 @@ def unbind_manifest(s: Step, model: ModelState, copy: Copy) -> None:
         del model.versions[copy.key]
 
 
-def add_copy(s: Step, worker: Worker, copy: Copy) -> None:
-    """Make a copy the worker's own."""
-    worker.copy = copy
+def add_copy(s: Step, worker: Worker, copy: Copy, *, staged: bool = False) -> None:
+    """Make a copy the worker's own, in its registered or in its staging memory."""
+    if staged:
+        worker.staged = copy
+    else:
+        worker.copy = copy
     s.state.copies[copy.id] = copy
     s.model(worker).holders.setdefault(copy.key, set()).add(worker.replica)
     s.touch(worker)
@@ -138,7 +143,7 @@ def has_orphans(s: Step, model: ModelState, key: VersionKey) -> bool:
 
 
 def settle_drains(s: Step) -> None:
-    """Withdraw the draining copies that nobody can see any more and answer their `Unpublish`."""
+    """Withdraw the draining copies that nobody can see any more and answer their `Unpublish` or `Unstage`."""
     if s.state.in_grace(s.now):
         return
     for copy_id in sorted(s.state.draining):
@@ -146,7 +151,10 @@ def settle_drains(s: Step) -> None:
         holder = s.holder(copy)
         if copy.leases or has_orphans(s, s.model(holder), copy.key):
             continue
-        request, holder.unpublish_request = holder.unpublish_request, None
+        if copy is holder.staged:
+            request, holder.unstage_request = holder.unstage_request, None
+        else:
+            request, holder.unpublish_request = holder.unpublish_request, None
         drop_copy(s, copy, "unpublished")
         if request is not None:
             s.reply(holder, request, Ok())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tensorhub_core.errors import DeadlineExceeded, StateError
 from tensorhub_core.ids import SessionId
-from tensorhub_core.state import blobs, membership, reads, rounds, status, versions
+from tensorhub_core.state import blobs, membership, reads, rounds, staging, status, versions
 from tensorhub_core.state.context import Step, failure
 from tensorhub_core.state.events import Disconnected, Effect, Event, Received, Send, Tick
 from tensorhub_core.state.leases import settle_drains
@@ -30,15 +30,23 @@ from tensorhub_core.state.messages import (
     Publish,
     PutBlob,
     Register,
+    RegisterStaging,
     Relocate,
     Request,
     UnknownSession,
     Unpublish,
+    Unstage,
     Wait,
 )
 from tensorhub_core.state.records import MachineConfig, ServerState, Worker
 
 __all__ = ["MachineConfig", "ServerState", "step"]
+
+_OF_SHARDS = (
+    *(Register, RegisterStaging, Publish, Unpublish, Unstage),
+    *(JoinRound, Filling, Announce, Relocate, Done, LeaveRound),
+)
+"""What an observer, which holds no shard, cannot ask."""
 
 
 def step(state: ServerState, event: Event, now: float) -> tuple[ServerState, list[Effect]]:
@@ -77,9 +85,7 @@ def receive(s: Step, session: SessionId, request: int, message: Request) -> None
         return
     worker = s.state.workers[known]
     membership.heard_from(s, worker)
-    if worker.observer and isinstance(
-        message, (Register, Publish, Unpublish, JoinRound, Filling, Announce, Relocate, Done, LeaveRound)
-    ):
+    if worker.observer and isinstance(message, _OF_SHARDS):
         return s.fail(worker, request, StateError("an observer holds no shard"))
     dispatch(s, worker, request, message)
 
@@ -97,10 +103,14 @@ def dispatch(s: Step, worker: Worker, request: int, message: Request) -> None:
             blobs.get(s, worker, request, message)
         case Register():
             membership.register(s, worker, request, message)
+        case RegisterStaging():
+            staging.register(s, worker, request, message)
         case Publish():
             versions.publish(s, worker, request, message)
         case Unpublish():
             versions.unpublish(s, worker, request, message)
+        case Unstage():
+            staging.unstage(s, worker, request, message)
         case JoinRound():
             rounds.join(s, worker, request, message)
         case Filling():

@@ -190,6 +190,8 @@ def register(s: Step, worker: Worker, request: int, m: Register) -> None:
     if worker.copy is not None and worker.memory != memory and worker.copy.state is not CopyState.HELD:
         text = f"version {show(worker.copy.key)} is {worker.copy.state.value}: unpublish() before registering again"
         return s.fail(worker, request, StateError(text))
+    if worker.memory != memory:
+        worker.staging = None
     worker.memory = memory
     s.touch(worker)
     s.reply(worker, request, Ok())
@@ -214,8 +216,8 @@ def remove(s: Step, worker: Worker, reason: str) -> None:
         if current is not None:
             error = StateError(f"shard {worker.shard} of replica {group.replica!r} is gone ({reason})")
             abort(s, group, current, error, told=worker.shard)
-        if worker.copy is not None:
-            drop_copy(s, worker.copy, f"{worker.replica}/{worker.shard} is gone ({reason})")
+        for copy in worker.copies():
+            drop_copy(s, copy, f"{worker.replica}/{worker.shard} is gone ({reason})")
         group.members.pop(worker.shard, None)
         if not group.members:
             del model.groups[group.replica]
@@ -244,8 +246,8 @@ def suspect(s: Step, worker: Worker) -> None:
         s.log("warning", f"{worker.model}/{worker.replica}/{worker.shard} ({worker.id}) is silent: suspected")
     for lease_id in sorted(worker.leases):
         end_lease(s, lease_id)
-    copy = worker.copy
-    if copy is not None and copy.state is CopyState.FILLING:
+    copy = worker.filling()
+    if copy is not None:
         copy.prefix = 0
         for lease_id in sorted(copy.leases):
             revoke_lease(s, lease_id, f"{worker.replica}/{worker.shard} is silent while it fills")

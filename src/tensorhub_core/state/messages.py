@@ -1,7 +1,8 @@
 """The protocol between workers and the reference server: requests are the machine's events, replies its effects.
 
 Every request gets exactly one reply with its request number; some replies are deferred until the answer is known
-(`Unpublish`, `JoinRound`, `Done`, `Wait`). Pushes carry request number 0. `docs/protocol.md` is generated from here.
+(`Unpublish`, `Unstage`, `JoinRound`, `Done`, `Wait`). Pushes carry request number 0. `docs/protocol.md` is generated
+from here.
 """
 
 from __future__ import annotations
@@ -56,9 +57,11 @@ from tensorhub_core.state.requests import (
     Publish,
     PutBlob,
     Register,
+    RegisterStaging,
     Relocate,
     Request,
     Unpublish,
+    Unstage,
     Wait,
 )
 
@@ -96,6 +99,7 @@ __all__ = [
     "Published",
     "PutBlob",
     "Register",
+    "RegisterStaging",
     "Relocate",
     "ReplicaStatus",
     "Reply",
@@ -108,6 +112,7 @@ __all__ = [
     "Superseded",
     "UnknownSession",
     "Unpublish",
+    "Unstage",
     "VersionLayouts",
     "VersionRow",
     "VersionStatus",

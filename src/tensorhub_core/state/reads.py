@@ -29,31 +29,38 @@ from tensorhub_core.state.messages import (
 from tensorhub_core.state.records import Copy, CopyState, Group, Round, Worker
 from tensorhub_core.state.rounds import abort, drop_leases, leases_stand, no_source_left
 from tensorhub_core.state.sourcing import depth_below, lease_shard
-from tensorhub_core.state.versions import bind_manifest, note_whole, show
+from tensorhub_core.state.versions import bind_manifest, note_offered, note_whole, show
 
 
 def filling(s: Step, worker: Worker, request: int, m: Filling) -> None:
-    """Note that a shard begins to overwrite its memory; from now on its verified prefix may be offered."""
+    """Note that a shard begins to overwrite its memory; from now on its verified prefix may be offered.
+
+    In a stage round that is the staging memory, and the copy beside it stays as it is. What is being installed is
+    offered when it is complete; until then its staged copy serves.
+    """
     current = active_round(s, worker, request, m.round)
     if current is None:
         return
-    old = worker.copy
+    staged = current.kind == "stage"
+    key = current.key
+    old, memory = (worker.staged, worker.staging) if staged else (worker.copy, worker.memory)
     if old is not None and old.state is not CopyState.HELD:
-        text = f"version {show(old.key)} is {old.state.value}: unpublish() it before it is overwritten"
+        how = "discard()" if staged else "unpublish()"
+        text = f"version {show(old.key)} is {old.state.value}: {how} it before it is overwritten"
         return s.fail(worker, request, StateError(text))
+    if memory is None:
+        return s.fail(worker, request, StateError("the staging memory was exchanged: register it again"))
     if old is not None:
         drop_copy(s, old, "overwritten")
-    memory, key = worker.memory, current.key
-    assert memory is not None
     assert key is not None
     sums = raw_sums(s, current, worker)
-    offered = current.joined[worker.shard].offer
+    offered = current.joined[worker.shard].offer and current.kind != "install"
     state = CopyState.FILLING
-    worker.dirty = True
+    worker.dirty = worker.dirty or not staged
     copies = [s.state.copies[s.state.leases[i].copy] for i in worker.leases]
     depth = depth_below(copies)
     copy = Copy(new_copy_id(s), worker.id, key, memory, state, sums, 0, offered, depth, 0, s.now)
-    add_copy(s, worker, copy)
+    add_copy(s, worker, copy, staged=staged)
     s.reply(worker, request, Ok())
 
 
@@ -69,11 +76,11 @@ def raw_sums(s: Step, current: Round, worker: Worker) -> Digest:
 def announce(s: Step, worker: Worker, request: int, m: Announce) -> None:
     """Take note of a verified prefix; it counts only while the leases it was read under stand (law L12)."""
     current = active_round(s, worker, request, m.round)
-    copy = worker.copy
+    copy = worker.filling()
     if current is None:
         return
     s.reply(worker, request, Ok())
-    if copy is None or copy.state is not CopyState.FILLING or not leases_stand(s, current, worker.shard):
+    if copy is None or not leases_stand(s, current, worker.shard):
         return
     copy.done_bytes = max(0, min(m.done_bytes, copy.memory.total_bytes))
     prefix = min(m.prefix, copy.memory.num_segments)
@@ -110,8 +117,8 @@ def relocate(s: Step, worker: Worker, request: int, m: Relocate) -> None:
 
 def refresh_sums(s: Step, current: Round, worker: Worker) -> None:
     """Let a filling copy be verified against its new source; a copy that reads another layout offers no prefix."""
-    copy = worker.copy
-    if copy is None or copy.state is not CopyState.FILLING:
+    copy = worker.filling()
+    if copy is None:
         return
     sums = raw_sums(s, current, worker)
     if sums != copy.sums:
@@ -132,9 +139,9 @@ def done(s: Step, worker: Worker, request: int, m: Done) -> None:
     current = active_round(s, worker, request, m.round)
     if current is None:
         return
-    group, copy, sums = s.group(worker), worker.copy, Digest(m.sums)
+    group, copy, sums = s.group(worker), worker.filling(), Digest(m.sums)
     joined = current.joined[worker.shard]
-    if copy is None or copy.state is not CopyState.FILLING or sums not in s.state.blobs:
+    if copy is None or sums not in s.state.blobs:
         return s.fail(worker, request, StateError("Done needs a filled copy and its uploaded checksums"))
     if joined.done_request is not None:
         return s.fail(worker, request, StateError("the shard is done already"))
@@ -162,9 +169,10 @@ def discard(s: Step, group: Group, worker: Worker, request: int, current: Round)
         error = no_source_left(s, group, worker, current)
         return abort_for(s, group, worker, request, current, error)
     refresh_sums(s, current, worker)
-    if worker.copy is not None:
-        worker.copy.prefix = 0
-        for lease_id in sorted(worker.copy.leases):
+    copy = worker.filling()
+    if copy is not None:
+        copy.prefix = 0
+        for lease_id in sorted(copy.leases):
             revoke_lease(s, lease_id, "the source reads its bytes again")
     sources = tuple(source_of(s, lease) for lease in current.leases[worker.shard])
     s.reply(worker, request, Discard(current.number, sources))
@@ -181,13 +189,13 @@ def commit(s: Step, group: Group, current: Round) -> None:
     assert current.key is not None
     published = all(joined.offer for joined in current.joined.values())
     for worker in s.members(group):
-        copy, joined = worker.copy, current.joined[worker.shard]
+        copy, joined = worker.filling(), current.joined[worker.shard]
         assert copy is not None
         assert joined.done_request is not None
         assert joined.done_sums is not None
         copy.sums = joined.done_sums
         copy.state = CopyState.PUBLISHED if published else CopyState.HELD
-        worker.dirty = False
+        worker.dirty = worker.dirty and current.kind == "stage"
         if published:
             bind_manifest(s, worker, copy.key, copy.memory.layout, copy.sums, copy.memory.total_bytes)
         s.reply(worker, joined.done_request, Committed(current.number, published))
@@ -195,7 +203,9 @@ def commit(s: Step, group: Group, current: Round) -> None:
             tell_followers(s, copy)
     drop_leases(s, current)
     del group.rounds[current.number]
-    if published:
+    if published and current.kind == "stage":
+        note_offered(s, s.state.models[group.model], current.key)
+    elif published:
         note_whole(s, group, current.key)
     s.touched_groups.add((group.model, group.replica))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -104,10 +105,28 @@ class Worker:
     suspected: bool = False
     dirty: bool = False
     memory: Registration | None = None
+    staging: Registration | None = None
+    """The host memory in which versions may be staged; of the layout of `memory`."""
     copy: Copy | None = None
+    staged: Copy | None = None
+    """A second copy, in the staging memory: a source like any other, but not what the worker holds."""
     unpublish_request: int | None = None
+    unstage_request: int | None = None
     leases: set[LeaseId] = field(default_factory=set)
     """Leases this worker reads under."""
+
+    def copies(self) -> list[Copy]:
+        """Return the worker's copies: in its registered memory, then in its staging memory."""
+        return [copy for copy in (self.copy, self.staged) if copy is not None]
+
+    def filling(self) -> Copy | None:
+        """Return the copy that the worker's round fills; there is at most one."""
+        return next((copy for copy in self.copies() if copy.state is CopyState.FILLING), None)
+
+    def copy_of(self, key: VersionKey, states: Collection[CopyState]) -> Copy | None:
+        """Return a copy of a version in one of these states, one that takes new readers before a draining one."""
+        found = [copy for copy in self.copies() if copy.key == key and copy.state in states]
+        return min(found, key=lambda copy: copy.state is CopyState.DRAINING) if found else None
 
 
 @dataclass(slots=True)
@@ -125,7 +144,7 @@ class Joined:
 
 @dataclass(slots=True)
 class Round:
-    """One replicate / update by all shards of a replica (law L2).
+    """One replicate / update / stage / install by all shards of a replica (law L2).
 
     `key` is the promise; `verdict` how the round ended, kept until every shard has heard it. `avoid` holds, per
     shard, the copies that failed it and how.
@@ -141,6 +160,11 @@ class Round:
     verdict: Message | None = None
     unheard: set[int] = field(default_factory=set)
     join_by_s: float | None = None
+
+    @property
+    def kind(self) -> str:
+        """Return what all shards of a round have to agree on: `stage`, `install`, or `fill` for the others."""
+        return self.mode if self.mode in ("stage", "install") else "fill"
 
 
 @dataclass(slots=True)

@@ -82,6 +82,12 @@ class Register(Message, frozen=True):
     portable: bool = True
 
 
+class RegisterStaging(Message, frozen=True):
+    """Name the host memory in which the worker stages versions; its layout is that of the registered memory."""
+
+    placement: bytes
+
+
 class Publish(Message, frozen=True):
     """Commit not to change the registered memory, which holds `number`; `sums` digests its segment checksums.
 
@@ -98,22 +104,35 @@ class Unpublish(Message, frozen=True):
     """Take the copy back. Answered when no reader can see the memory any more; no new reader is sent to it."""
 
 
+class Unstage(Message, frozen=True):
+    """Take the staged copy back. Answered when no reader can see the staging memory any more.
+
+    A round that still fills it is aborted for all shards of the group.
+    """
+
+
 class JoinRound(Message, frozen=True):
     """Join round `round` of the worker's group (law L2); answered by `Promise`, `NothingNewer` or `Failure`.
 
     `want=None` is `latest`. `mode="update"` may be answered `NothingNewer` when `have` already is the version.
+    `mode="stage"` fills the staging memory instead, while the worker's copy stays as it is, and may be answered alike.
+    `mode="install"` is answered when every shard has joined it with the same version in `have`, which all of them have
+    staged; it then is a round like any other, without sources.
     `offer=False`: neither the copy nor its prefix is offered to anyone (memory that is processed in place).
     """
 
     round: int
     want: int | None = None
-    mode: Literal["replicate", "update", "stage"] = "replicate"
+    mode: Literal["replicate", "update", "stage", "install"] = "replicate"
     have: tuple[int, int] | None = None
     offer: bool = True
 
 
 class Filling(Message, frozen=True):
-    """Say that the plan stands and the worker starts to overwrite its memory (after its old copy was withdrawn)."""
+    """Say that the plan stands and the worker starts to overwrite its memory (after its old copy was withdrawn).
+
+    In a round of mode `stage` that is the staging memory.
+    """
 
     round: int
 
@@ -197,8 +216,10 @@ Request = (
     | PutBlob
     | GetBlob
     | Register
+    | RegisterStaging
     | Publish
     | Unpublish
+    | Unstage
     | JoinRound
     | Filling
     | Announce

@@ -36,8 +36,9 @@ from tensorhub_core.state.versions import (
 def join(s: Step, worker: Worker, request: int, m: JoinRound) -> None:
     """Join a round; the answer is deferred until the round has a promise or a verdict."""
     group = s.group(worker)
-    if worker.memory is None:
-        return s.fail(worker, request, StateError("replicate needs registered tensors: call register() first"))
+    refusal = cannot_join(worker, m)
+    if refusal:
+        return s.fail(worker, request, StateError(refusal))
     current = group.rounds.get(m.round)
     if current is None:
         other = group.open_round()
@@ -54,11 +55,40 @@ def join(s: Step, worker: Worker, request: int, m: JoinRound) -> None:
         return s.fail(worker, request, StateError(f"shard {worker.shard} has joined round {m.round} already"))
     have = None if m.have is None else (m.have[0], m.have[1])
     current.joined[worker.shard] = Joined(request, m.offer, have)
-    if (current.want, current.mode == "stage") != (m.want, m.mode == "stage"):
-        asked = ["latest" if want is None else str(want) for want in (current.want, m.want)]
-        text = f"shards of replica {group.replica!r} asked for different versions: {asked[0]} and {asked[1]}"
-        return abort(s, group, current, StateError(text))
+    text = disagreement(current, m, have)
+    if text:
+        return abort(s, group, current, StateError(f"shards of replica {group.replica!r} {text}"))
+    if current.kind == "install" and current.join_by_s is None:
+        current.join_by_s = s.now + s.state.config.join_timeout_s
     s.touch(worker)
+
+
+def cannot_join(worker: Worker, m: JoinRound) -> str:
+    """Return why a worker cannot join a round of this mode, or an empty text."""
+    if worker.memory is None:
+        return "replicate needs registered tensors: call register() first"
+    if m.mode == "stage" and worker.staging is None:
+        return "staging needs staging memory: register it first"
+    if m.mode == "install":
+        staged = worker.staged  # a server that has restarted knows of none, and believes the worker
+        if m.have is None:
+            return "install needs a staged version"
+        if staged is not None and (staged.key != tuple(m.have) or staged.state is CopyState.FILLING):
+            return f"version {show(staged.key)} is {staged.state.value} in staging: nothing else can be installed"
+    return ""
+
+
+def disagreement(current: Round, m: JoinRound, have: VersionKey | None) -> str:
+    """Return how a shard asks for something else than those before it, or an empty text."""
+    if current.kind != Round(m.round, m.want, m.mode).kind:
+        return f"called different things at the same time: {current.mode} and {m.mode}"
+    if current.kind == "install":
+        others = {joined.have for joined in current.joined.values()}
+        return "" if others == {have} else f"staged different versions: {', '.join(sorted(map(show, others)))}"
+    if current.want != m.want:
+        asked = ["latest" if want is None else str(want) for want in (current.want, m.want)]
+        return f"asked for different versions: {asked[0]} and {asked[1]}"
+    return ""
 
 
 def tell_verdict(s: Step, group: Group, worker: Worker, request: int, current: Round) -> None:
@@ -79,7 +109,7 @@ def tell_promise(s: Step, worker: Worker, current: Round) -> None:
     request, joined.join_request = joined.join_request, None
     assert current.key is not None
     if request is not None:
-        sources = tuple(source_of(s, lease) for lease in current.leases[worker.shard])
+        sources = tuple(source_of(s, lease) for lease in current.leases.get(worker.shard, []))
         s.reply(worker, request, Promise(current.number, *current.key, sources))
 
 
@@ -89,9 +119,25 @@ def settle_round(s: Step, model: ModelState, replica: ReplicaName) -> None:
     current = None if group is None else group.open_round()
     if group is None or current is None or s.state.in_grace(s.now):
         return
-    if current.key is None:
-        try_promise(s, model, group, current)
+    if current.key is not None:
+        keep_promise(s, group, current)
+    elif current.kind == "install":
+        try_install(s, group, current)
     else:
+        try_promise(s, model, group, current)
+
+
+def try_install(s: Step, group: Group, current: Round) -> None:
+    """Let the shards overwrite their memory as soon as all of them have said that they staged the version (law L13)."""
+    key = next(joined.have for joined in current.joined.values())
+    members = s.members(group)
+    assert key is not None
+    if len(members) != group.num_shards:
+        return
+    if all(w.copy is not None and w.copy.key == key and w.copy.state is not CopyState.FILLING for w in members):
+        return conclude(s, group, current, NothingNewer(current.number, *key))
+    if len(current.joined) == group.num_shards:
+        current.key = key
         keep_promise(s, group, current)
 
 
@@ -106,7 +152,7 @@ def try_promise(s: Step, model: ModelState, group: Group, current: Round) -> Non
             return
     else:
         key = (current_epoch(model), current.want)
-    if current.mode == "update" and all(holds(w, current, key) for w in members):
+    if current.mode in ("update", "stage") and all(holds(w, current, key) for w in members):
         return conclude(s, group, current, NothingNewer(current.number, *key))
     record = model.versions.get(key)
     was_whole = record is not None and record.was_whole
@@ -128,7 +174,7 @@ def keep_promise(s: Step, group: Group, current: Round) -> None:
         joined = current.joined.get(worker.shard)
         if worker.suspected or (joined is not None and joined.join_request is None):
             continue
-        if not leases_stand(s, current, worker.shard):
+        if current.kind != "install" and not leases_stand(s, current, worker.shard):
             for lease_id in current.leases.pop(worker.shard, []):
                 end_lease(s, lease_id)
             if not lease_shard(s, group, worker.shard, current, promised=True):
@@ -142,11 +188,14 @@ def holds(worker: Worker, current: Round, key: VersionKey) -> bool:
     joined = current.joined.get(worker.shard)
     if joined is not None and joined.have == key:
         return True
-    return worker.copy is not None and worker.copy.key == key and worker.copy.state is not CopyState.FILLING
+    copies = worker.copies() if current.kind == "stage" else [worker.copy]
+    return any(c is not None and c.key == key and c.state is not CopyState.FILLING for c in copies)
 
 
 def leases_stand(s: Step, current: Round, shard: int) -> bool:
-    """Tell whether all leases of a shard still live (law L4)."""
+    """Tell whether all leases of a shard still live (law L4); an install reads under none."""
+    if current.kind == "install":
+        return True
     leases = current.leases.get(shard, [])
     return bool(leases) and all(lease in s.state.leases for lease in leases)
 
@@ -186,8 +235,8 @@ def abort(s: Step, group: Group, current: Round, error: TensorHubError, told: in
         joined = current.joined.get(worker.shard)
         if joined is None:
             continue
-        copy = worker.copy
-        if copy is not None and copy.state is CopyState.FILLING and copy.key == current.key:
+        copy = worker.filling()
+        if copy is not None and copy.key == current.key:
             drop_copy(s, copy, "its round was aborted")
         request = joined.join_request if joined.join_request is not None else joined.done_request
         if request is not None:
@@ -222,7 +271,7 @@ def check_rounds(s: Step, model: ModelState) -> None:
     """End rounds that some shard never joined, or whose orphaned shard never came back for other sources."""
     for group in list(model.groups.values()):
         current = group.open_round()
-        if current is None or current.key is None:
+        if current is None or (current.key is None and current.kind != "install"):
             continue
         missing = [shard for shard in range(group.num_shards) if shard not in current.joined]
         if missing and current.join_by_s is not None and s.now >= current.join_by_s:

@@ -50,13 +50,13 @@ def leads_to(s: Step, copy: Copy, reader: WorkerId) -> bool:
 
 
 def offered_groups(s: Step, model: ModelState, key: VersionKey, promised: bool) -> list[tuple[Group, list[Copy]]]:
-    """Return the replicas all of whose shards hold the version; draining ones only for rounds already promised."""
+    """Return the replicas all of whose shards hold the version, also staged; draining ones only for promised rounds."""
     allowed = {CopyState.PUBLISHED} | ({CopyState.DRAINING} if promised else set())
     found = []
     for replica in model.holders.get(key, ()):
         group = model.groups[replica]
         workers = s.members(group)
-        copies = [w.copy for w in workers if w.copy is not None and w.copy.key == key and w.copy.state in allowed]
+        copies = [copy for w in workers if (copy := w.copy_of(key, allowed)) is not None]
         if len(copies) == group.num_shards and not any(w.suspected for w in workers):
             found.append((group, copies))
     return found
@@ -69,8 +69,8 @@ def filling_copies(s: Step, model: ModelState, key: VersionKey, reader: Worker) 
         if replica == reader.replica:
             continue
         for worker in s.members(model.groups[replica]):
-            copy = worker.copy
-            if copy is None or copy.state is not CopyState.FILLING or copy.key != key or worker.suspected:
+            copy = worker.filling()
+            if copy is None or copy.key != key or worker.suspected:
                 continue
             if copy.offered and copy.sums:
                 found.append(copy)
@@ -141,7 +141,8 @@ def describe_holders(s: Step, model: ModelState, key: VersionKey) -> str:
     held: dict[str, list[str]] = {}
     for group in model.groups.values():
         for worker in s.members(group):
-            if worker.copy is not None and worker.copy.state is not CopyState.FILLING:
-                held.setdefault(str(worker.copy.key[1]), []).append(f"{group.replica}/{worker.shard}")
+            for copy in worker.copies():
+                if copy.state is not CopyState.FILLING:
+                    held.setdefault(str(copy.key[1]), []).append(f"{group.replica}/{worker.shard}")
     rows = "; ".join(f"version {v} at {', '.join(h[:8])}" for v, h in sorted(held.items())[:8])
     return f"held now: {rows}" if rows else "nobody holds any version now"

@@ -21,7 +21,7 @@ from tensorhub_core.state.messages import (
 )
 from tensorhub_core.state.records import CopyState, Group, ModelState, Worker
 from tensorhub_core.state.sourcing import describe_holders
-from tensorhub_core.state.versions import current_epoch, latest, show, whole_at, whole_groups
+from tensorhub_core.state.versions import current_epoch, latest, offered_at, show, whole_groups
 
 _STATE_NAMES = {
     CopyState.FILLING: "filling",
@@ -41,10 +41,10 @@ def describe_version(s: Step, worker: Worker, request: int, m: DescribeVersion) 
         text = f"version {'latest' if key is None else show(key)} of model {model.name!r} is not whole anywhere; "
         return s.fail(worker, request, VersionUnavailable(text + describe_holders(s, model, key or (0, 0))))
     layouts = tuple(
-        HeldLayout(group.replica, w.shard, group.num_shards, w.copy.memory.layout)
+        HeldLayout(group.replica, w.shard, group.num_shards, copy.memory.layout)
         for group in groups
         for w in s.members(group)
-        if w.copy is not None
+        if (copy := w.copy_of(key, (CopyState.PUBLISHED,))) is not None
     )
     s.reply(worker, request, VersionLayouts(*key, layouts))
 
@@ -52,10 +52,11 @@ def describe_version(s: Step, worker: Worker, request: int, m: DescribeVersion) 
 def held_keys(s: Step, model: ModelState) -> list[VersionKey]:
     """Return the versions of which somebody holds a finished copy, oldest first."""
     keys = {
-        w.copy.key
+        copy.key
         for group in model.groups.values()
         for w in s.members(group)
-        if w.copy is not None and w.copy.state in (CopyState.PUBLISHED, CopyState.DRAINING)
+        for copy in w.copies()
+        if copy.state in (CopyState.PUBLISHED, CopyState.DRAINING)
     }
     return sorted(keys)
 
@@ -65,7 +66,7 @@ def list_versions(s: Step, worker: Worker, request: int, _: ListVersions) -> Non
     model = s.model(worker)
     rows = []
     for key in held_keys(s, model):
-        replicas = tuple(sorted(g.replica for g in model.groups.values() if whole_at(s, g, key)))
+        replicas = tuple(sorted(g.replica for g in model.groups.values() if offered_at(s, g, key)))
         record = model.versions.get(key)
         rows.append(VersionRow(*key, bool(replicas), False, replicas, 0 if record is None else record.total_bytes))
     s.reply(worker, request, Versions(tuple(rows)))
@@ -108,7 +109,7 @@ def model_status(s: Step, model: ModelState) -> ModelStatus:
     """Describe a model."""
     versions = []
     for key in held_keys(s, model):
-        replicas = tuple(sorted(g.replica for g in model.groups.values() if whole_at(s, g, key)))
+        replicas = tuple(sorted(g.replica for g in model.groups.values() if offered_at(s, g, key)))
         versions.append(VersionStatus(key[1], bool(replicas), False, replicas))
     replicas_status = tuple(replica_status(s, model.groups[name]) for name in sorted(model.groups))
     newest = latest(model)

@@ -34,11 +34,21 @@ def whole_at(s: Step, group: Group, key: VersionKey) -> bool:
     )
 
 
+def offered_at(s: Step, group: Group, key: VersionKey) -> bool:
+    """Tell whether every shard of the replica offers the version, be it published or staged.
+
+    That does for a reader, but only `whole_at` makes a version visible in the first place.
+    """
+    return len(group.members) == group.num_shards and all(
+        w.copy_of(key, (CopyState.PUBLISHED,)) is not None for w in s.members(group)
+    )
+
+
 def whole_groups(s: Step, model: ModelState, key: VersionKey) -> Iterator[Group]:
     """Yield the replicas that offer the version whole and whose workers all seem to live."""
     for replica in model.holders.get(key, ()):
         group = model.groups[replica]
-        if whole_at(s, group, key) and not any(w.suspected for w in s.members(group)):
+        if offered_at(s, group, key) and not any(w.suspected for w in s.members(group)):
             yield group
 
 
@@ -182,8 +192,9 @@ def note_whole(s: Step, group: Group, key: VersionKey) -> None:
     if not whole_at(s, group, key):
         return
     record = model.versions[key]
-    if not record.was_whole or len(list(islice(whole_groups(s, model, key), 2))) < 2:
+    if not record.was_whole:
         s.touched.add(model.name)
+    note_offered(s, model, key)
     record.total_bytes = sum(w.memory.total_bytes for w in s.members(group) if w.memory is not None)
     if not record.was_whole:
         record.was_whole = True
@@ -191,6 +202,12 @@ def note_whole(s: Step, group: Group, key: VersionKey) -> None:
     if model.high is None or key > model.high:
         model.high = key
     forget_old_versions(s, model)
+
+
+def note_offered(s: Step, model: ModelState, key: VersionKey) -> None:
+    """Look at those who wait if this may be the only replica that offers the version."""
+    if len(list(islice(whole_groups(s, model, key), 2))) < 2:
+        s.touched.add(model.name)
 
 
 def unpublish(s: Step, worker: Worker, request: int, _: Unpublish) -> None:

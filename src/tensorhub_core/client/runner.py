@@ -1,0 +1,170 @@
+"""Run a worker's rounds, one at a time, and note how they end: what the memory holds, what has to be taken back."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tensorhub_core.client.access import SourceBook
+from tensorhub_core.client.drain import Drain, error_of
+from tensorhub_core.client.driver import CheckCallback, ProgressCallback, RoundDriver, RoundParts
+from tensorhub_core.client.holding import Holding
+from tensorhub_core.client.installing import InstallDriver
+from tensorhub_core.client.mailbox import Mailbox
+from tensorhub_core.client.memory import FilledMemory, RegisteredMemory
+from tensorhub_core.client.reading import Executor
+from tensorhub_core.client.resources import Resources
+from tensorhub_core.client.rounds import End, Mode, RoundState
+from tensorhub_core.client.staged_memory import StagedMemory
+from tensorhub_core.client.versions import Version
+from tensorhub_core.clock import Deadline
+from tensorhub_core.errors import DeadlineExceeded, ServerUnreachable, StateError, TensorHubError
+from tensorhub_core.ids import VersionKey
+from tensorhub_core.state.messages import PutBlob
+
+WithdrawCopy = Callable[[Callable[[BaseException | None], None]], None]
+"""Take a copy back and call what is given with the error, or None, at its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a caller asks of one round; `want` None is `latest`."""
+
+    mode: Mode
+    want: int | None
+    deadline: Deadline
+    progress: ProgressCallback | None = None
+    offer: bool = True
+    check: CheckCallback | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StagedVersion:
+    """What a stage round has brought: `sums` None if the registered memory holds the version already."""
+
+    key: VersionKey
+    sums: PutBlob | None
+
+
+class RoundRunner:
+    """The rounds of one worker; calls come from one thread at a time, which holds the worker's lock."""
+
+    def __init__(self, resources: Resources, mailbox: Mailbox, holding: Holding) -> None:
+        self._resources, self._session, self._mailbox = resources, resources.session, mailbox
+        self._holding = holding
+        self._next_round = (0, 0)
+        self.drain = Drain(self._session.submit, self._session.offer_nothing)
+        self.lost = False
+        """A read could not be stopped: bytes may land in the memory, the session is over."""
+
+    def fill(self, call: Call, memory: RegisteredMemory, book: SourceBook) -> Version:
+        """Fill the registered memory from peers; returns the version or raises the round's error."""
+        parts = self._parts(call, memory, book, self._resources.executor, self._withdraw)
+        have = None if self._holding.dirty else self._holding.held
+        return self._conclude(*self._run(call, have, self._offered, parts, RoundDriver))
+
+    def install(
+        self, call: Call, memory: RegisteredMemory, book: SourceBook, staged: StagedMemory, what: StagedVersion
+    ) -> Version:
+        """Copy what is staged into the registered memory, once all shards have it; returns or raises like `fill`."""
+        assert what.sums is not None
+        parts = self._parts(call, memory, book, self._resources.executor, self._withdraw)
+        make = functools.partial(InstallDriver, memory=memory, staged=staged, staged_sums=what.sums)
+        return self._conclude(*self._run(call, what.key, self._offered, parts, make))
+
+    def stage(
+        self, call: Call, staged: StagedMemory, book: SourceBook, executor: Executor, withdraw: WithdrawCopy
+    ) -> StagedVersion:
+        """Fill the staging memory from peers; what the registered memory holds stays as it is, whatever happens."""
+        parts = self._parts(call, staged, book, executor, withdraw)
+        have = None if self._holding.dirty else self._holding.held
+        driver, end = self._run(call, have, False, parts, RoundDriver)
+        if end.error is not None:
+            raise self._error_of(driver, end)
+        assert end.key is not None
+        self._mailbox.counters.commits += int(not end.held)
+        return StagedVersion(end.key, None if end.held else driver.sums)
+
+    @property
+    def _offered(self) -> bool:
+        return self._holding.published or self._holding.draining
+
+    def _parts(
+        self, call: Call, memory: FilledMemory, book: SourceBook, executor: Executor, withdraw: WithdrawCopy
+    ) -> RoundParts:
+        return RoundParts(self._session, memory, book, executor, withdraw, self._mailbox.counters, call.check)
+
+    def _run(
+        self,
+        call: Call,
+        have: VersionKey | None,
+        offered: bool,
+        parts: RoundParts,
+        make: Callable[[RoundState, RoundParts, int, Deadline, ProgressCallback | None], RoundDriver],
+    ) -> tuple[RoundDriver, End]:
+        welcome, life = self._mailbox.newest()
+        number = self._next_round[1] if self._next_round[0] == life else welcome.next_round
+        state = RoundState(number, call.want, call.mode, have, call.offer, call.deadline.at_s, offered)
+        driver = make(state, parts, life, call.deadline, call.progress)
+        self._mailbox.attach(driver)
+        try:
+            end = driver.run()
+        finally:
+            self._mailbox.detach()
+            self._next_round = (driver.life, state.number + 1)
+        self._mailbox.counters.discards += state.discards
+        return driver, end
+
+    def _withdraw(self, done: Callable[[BaseException | None], None]) -> None:
+        future, begun = self.drain.begin()
+        self._mailbox.counters.drains += int(begun)
+        self._holding.now_draining()
+        future.add_done_callback(lambda reply: done(error_of(reply.result())))
+
+    def _conclude(self, driver: RoundDriver, end: End) -> Version:
+        """Note how a round of the registered memory ended; return the version or raise its error."""
+        holding = self._holding
+        if not driver.state.published and self._offered:
+            holding.now_withdrawn(keep=True)
+        if end.error is None:
+            assert end.key is not None
+            if end.held and holding.held != end.key:
+                raise StateError(f"the server takes the memory for version {end.key[1]}: call unpublish(), then again")
+            if not end.held:
+                holding.now_committed(end.key, end.published)
+                self._mailbox.counters.commits += 1
+                holding.digest = None if driver.sums is None else driver.sums.digest
+                if end.published and driver.sums is not None:
+                    self._resources.stand(end.key, driver.sums, driver.life)
+            return Version.of(end.key)
+        if end.dirty:
+            holding.now_spoiled()
+        if end.uncertain:
+            self.take_back_uncertain()
+        raise self._error_of(driver, end)
+
+    def _error_of(self, driver: RoundDriver, end: End) -> BaseException:
+        """Return the error that a round ends with; a session that is no good any more is ended."""
+        error = end.error
+        assert error is not None
+        self._mailbox.counters.aborted_rounds += 1
+        if end.unquiet:
+            self.lost = True
+            self._session.close()
+        elif driver.state.key is None and isinstance(error, StateError):
+            self._session.say_hello_again()  # the server's count of rounds may be another one than ours
+        if isinstance(error, DeadlineExceeded) and not self._session.answers():
+            unreachable = ServerUnreachable(f"{error}; {self._session.address} is silent")
+            unreachable.__cause__ = error
+            return unreachable
+        return error
+
+    def take_back_uncertain(self) -> None:
+        """Take back what the server may take for published, and let nobody read it meanwhile."""
+        self._holding.published = True
+        self._holding.now_draining()
+        with contextlib.suppress(TensorHubError):
+            self.drain.begin()
+        self._resources.hide()
