@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from tensorhub_core.client.staged import Staged
 from tensorhub_core.client.versions import Version
 from tensorhub_core.client.worker import Worker
 from tensorhub_core.engine.fit import EngineMemory, Fit
 from tensorhub_core.engine.logical import logical_tensors
-from tensorhub_core.engine.staging import Staging
+from tensorhub_core.engine.staging import Fetch, Staging, Tensors, Waiting, Weights
 from tensorhub_core.engine.steps import ShardReport
 from tensorhub_core.errors import StateError, TensorHubError
 from tensorhub_core.layout.types import Layout
@@ -47,6 +48,7 @@ class EngineShard:
     _source: str | None = field(default=None, init=False)
     _digest: str = field(default="", init=False)
     _told_s: float = field(default=0.0, init=False)
+    _fetch: Fetch | None = field(default=None, init=False)
 
     def register(self) -> None:
         """Register the memory as it is before processing; raises RegistrationError, ServerUnreachable."""
@@ -72,6 +74,66 @@ class EngineShard:
         except Exception as error:
             self._recover()
             return self.report(error)
+        return self.report()
+
+    def stage(self, version: int | Literal["latest"], timeout_s: float | None = None) -> ShardReport:
+        """Begin to fetch a version into host memory; the memory goes on to be served. Ask `staged` for the end."""
+        patience_s = timeout_s or self.timeout_s
+        try:
+            if self.memory.in_place:
+                raise StateError("weights that are processed in place cannot be staged: use staged = false")
+            self.discard()
+            if self._fetch is not None:
+                raise StateError("another version is still being staged")
+            self._fetch = Fetch(lambda fetch: self._wait_for(version, patience_s, fetch), patience_s)
+        except Exception as error:
+            return self.report(error)
+        return self.report()
+
+    def staged(self, wait_s: float = 0.0) -> ShardReport | None:
+        """Wait up to `wait_s` for the end of `stage`: say which version waits now, None if it is still on its way.
+
+        To be called often: it also judges tensors that the engine has not seen before, which needs the engine's thread.
+        """
+        fetch = self._fetch
+        if fetch is None:
+            return self.report(StateError("nothing was staged"))
+        if not fetch.ended(wait_s):
+            return None
+        try:
+            waiting = fetch.result()
+        except Exception as error:
+            self._fetch = None
+            return self.report(error)
+        return replace(self.report(), staged=waiting.version.key)
+
+    def install(self, timeout_s: float | None = None) -> ShardReport:
+        """Copy what is staged into the memory, together with the engine's other ranks; on failure it is dropped."""
+        fetch, patience_s = self._fetch, timeout_s or self.timeout_s
+        try:
+            if fetch is None or not fetch.ended():
+                raise StateError("nothing is staged")
+            waiting = fetch.result()
+            if isinstance(waiting, Tensors):
+                self._load(waiting.version, waiting.digest, waiting.weights, patience_s)
+                waiting.discard()
+            else:
+                assert isinstance(waiting, Staged)
+                self._took(waiting.install(patience_s), offered=True)  # its memory serves the next stage
+            self._source, self._fetch = fetch.source, None
+        except Exception as error:
+            self.discard()
+            self._recover()
+            return self.report(error)
+        return self.report()
+
+    def discard(self) -> ShardReport:
+        """Drop what is staged, if anything."""
+        fetch = self._fetch
+        if fetch is not None:
+            fetch.drop()
+            if fetch.ended():
+                self._fetch = None
         return self.report()
 
     def process(self) -> ShardReport:
@@ -115,6 +177,7 @@ class EngineShard:
     def close(self) -> None:
         """Take the copy back and leave, bounded; idempotent."""
         self._offered = False
+        self.discard()
         self.worker.close()
 
     # --- how --------------------------------------------------------------------------------------------------------
@@ -150,12 +213,21 @@ class EngineShard:
         """Fill through a copy of the source's tensors and the engine's own loading."""
         assert self.staging is not None
         with self.staging.replicate(version, timeout_s, self._progress) as (got, digest, weights):
-            if self._held is not None and got.key == self._held.key:
-                return
-            self.worker.unpublish(timeout_s)
-            self._offered, self._held, self._served = False, None, None
-            self.memory.load(weights)
+            if self._held is None or got.key != self._held.key:
+                self._load(got, digest, weights, timeout_s)
+
+    def _load(self, got: Version, digest: str, weights: Weights, timeout_s: float | None) -> None:
+        """Fill the memory by the engine's own loading."""
+        self.worker.unpublish(timeout_s)
+        self._offered, self._held, self._served = False, None, None
+        self.memory.load(weights)
         self._held, self._digest = got, digest
+
+    def _wait_for(self, version: int | Literal["latest"], timeout_s: float, fetch: Fetch) -> Waiting:
+        """Fetch a version into host memory; on the fetching thread."""
+        if self.staging is not None:
+            return Tensors(self.staging, version, timeout_s, fetch.heard)
+        return self.worker.stage(version, timeout_s, fetch.heard, lambda found: fetch.ask(lambda: self._check(found)))
 
     def _check(self, layouts: Sequence[Layout]) -> None:
         """Have the engine's own loading judge a version before a byte of it moves.

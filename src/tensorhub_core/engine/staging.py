@@ -1,17 +1,20 @@
-"""Hold a whole copy of a version's tensors for a moment: for engines whose loading computes what it stores."""
+"""Hold a version in host memory while an engine serves the one before: fetched in the background, installed later."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
 from tensorhub_core.client.versions import Version
 from tensorhub_core.client.worker import Worker
 from tensorhub_core.engine.logical import LogicalTensor
+from tensorhub_core.errors import DeadlineExceeded, StateError, TensorHubError
 
 Weights = list[tuple[str, torch.Tensor]]
 
@@ -39,3 +42,122 @@ class Staging:
             got = worker.replicate(version, timeout_s, progress, publish=False)
             digest = worker.digest
             yield got, "" if digest is None else digest.hex(), weights
+
+
+class Waiting(Protocol):
+    """A version that waits in host memory."""
+
+    @property
+    def version(self) -> Version:
+        """Return which one."""
+
+    def discard(self) -> None:
+        """Give its memory back; idempotent."""
+
+
+class Tensors:
+    """A version that waits as the source's own tensors, for an engine whose loading computes what it stores."""
+
+    def __init__(
+        self,
+        staging: Staging,
+        version: int | Literal["latest"],
+        timeout_s: float | None,
+        progress: Callable[[int, int, str], None],
+    ) -> None:
+        """Fetch it; raises what replicate() raises."""
+        with contextlib.ExitStack() as stack:
+            fetched = staging.replicate(version, timeout_s, progress)
+            self.version, self.digest, self.weights = stack.enter_context(fetched)
+            self._held = stack.pop_all()
+
+    def discard(self) -> None:
+        """Give the memory back."""
+        self.weights = []
+        self._held.close()
+
+
+class Fetch:
+    """One version on its way into host memory, on a thread of its own: the engine's own thread goes on computing."""
+
+    def __init__(self, fetch: Callable[[Fetch], Waiting], patience_s: float) -> None:
+        """Begin: `fetch(self)` returns what then waits, or raises; it may `ask` the engine's thread something."""
+        self.source: str | None = None
+        self._fetch, self._patience_s = fetch, patience_s
+        self._changed = threading.Condition()
+        self._question: Callable[[], None] | None = None
+        self._answers: list[Exception | None] = []
+        self._found: Waiting | None = None
+        self._error: Exception | None = None
+        self._dropped = self._over = False
+        threading.Thread(target=self._run, name="tensorhub-stage", daemon=True).start()
+
+    def ended(self, timeout_s: float = 0.0) -> bool:
+        """Wait up to `timeout_s` for the end and tell whether it has come; the engine's thread answers what is asked.
+
+        Never waits long while a question is there.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or self._question is not None, timeout_s)
+            question, self._question = self._question, None
+        if question is not None:
+            answer = None
+            try:
+                question()
+            except Exception as error:
+                answer = error
+            with self._changed:
+                self._answers.append(answer)
+                self._changed.notify_all()
+        return self._over
+
+    def ask(self, question: Callable[[], None]) -> None:
+        """Have the engine's thread run `question`, at its next look at this; raises what it raised. Fetching thread."""
+        with self._changed:
+            self._question = question
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self._answers or self._dropped, self._patience_s) or self._dropped:
+                self._question = None
+                raise DeadlineExceeded("the engine's thread did not look at what is staged in time")
+            answer = self._answers.pop()
+        if answer is not None:
+            raise answer
+
+    def result(self) -> Waiting:
+        """Return what waits; raises why nothing does. Only once it has ended."""
+        if self._error is not None:
+            raise self._error
+        if self._found is None:
+            raise StateError("what was staged has been dropped")
+        return self._found
+
+    def drop(self) -> None:
+        """Give the memory back, at once or as soon as the fetch has ended."""
+        with self._changed:
+            self._dropped = True
+            found, self._found = self._found, None
+            self._changed.notify_all()
+        _discard(found)
+
+    def heard(self, done_bytes: int, total_bytes: int, source: str) -> None:
+        """Note who the bytes come from; a progress callback."""
+        self.source = source
+
+    def _run(self) -> None:
+        found: Waiting | None = None
+        try:
+            found = self._fetch(self)
+        except Exception as error:
+            self._error = error
+        with self._changed:
+            if not self._dropped:
+                self._found, found = found, None
+            self._over = True
+            self._changed.notify_all()
+        _discard(found)
+
+
+def _discard(waiting: Waiting | None) -> None:
+    if waiting is not None:
+        with contextlib.suppress(TensorHubError):
+            waiting.discard()

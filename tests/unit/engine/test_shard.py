@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,14 +12,15 @@ import torch
 from tensorhub_core import LayoutMismatch, Worker, serve
 from tensorhub_core.client.observer import observe
 from tensorhub_core.engine.shard import EngineShard
+from tensorhub_core.engine.steps import ShardReport
 
 from .toy import Hub, ToyMemory, shard_of, weights
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
+def hub(request: pytest.FixtureRequest) -> Iterator[Hub]:
     with serve("tcp://127.0.0.1:0", lease_s=2.0, heartbeat_s=0.5) as server:
-        yield Hub(server.address)
+        yield Hub(server.address, transport="tcp" if "stage" in request.node.name else "")
 
 
 class Trainer:
@@ -40,9 +43,9 @@ def trainer(hub: Hub) -> Iterator[Trainer]:
         yield Trainer(worker)
 
 
-def holders(hub: Hub) -> set[str]:
+def holders(hub: Hub, version: int | None = None) -> set[str]:
     with observe(hub.address, model="policy") as observer:
-        _, held = observer.holders()
+        _, held = observer.holders(version)
     return {row.replica for row in held}
 
 
@@ -210,3 +213,84 @@ def test_what_does_not_fit_is_refused_before_it_is_registered(hub: Hub) -> None:
         text = "\n".join(caught.value.differences)
         for word in ("q must be (6, 8)", "dtype of 'k'", "more"):
             assert word in text
+
+
+def staged(shard: EngineShard, version: int | str = "latest") -> ShardReport:
+    """Stage to the end, as an adapter does: begin, then look until it is over."""
+    report = shard.stage(version)  # type: ignore[arg-type]
+    assert report.ok, report.message
+    until_s = time.monotonic() + 10
+    while (found := shard.staged(0.01)) is None:
+        assert time.monotonic() < until_s
+    return found
+
+
+@pytest.mark.parametrize("kind", [{}, {"computes": True}])
+def test_a_version_is_staged_beside_the_one_that_serves(hub: Hub, trainer: Trainer, kind: dict[str, bool]) -> None:
+    memory = ToyMemory(**kind)
+    with shard_of(hub, memory) as shard:
+        shard.fill("latest", 5.0)
+        put_to_use(shard)
+        for version in (2, 3):
+            trainer.publish(version)
+            before = shard.report()
+            report = staged(shard)
+            assert report.staged == (1, version)
+            assert replace(report, staged=None) == before, "what is staged changes nothing of what is held"
+            assert holders(hub, version - 1) == {"engine"}, "the old version is offered all the time"
+            assert memory.computes_with(version - 1)
+            report = shard.install()
+            assert (report.ok, report.version, report.served, report.source) == (True, version, None, "trainer")
+            assert report.digest not in ("", before.digest)
+            put_to_use(shard)
+            assert memory.computes_with(version)
+            assert holders(hub) == {"trainer", "engine"}
+        assert not shard.install().ok, "nothing is left to install"
+
+
+@pytest.mark.parametrize("kind", [{}, {"computes": True}])
+def test_what_is_staged_can_be_dropped_and_staged_again(hub: Hub, trainer: Trainer, kind: dict[str, bool]) -> None:
+    memory = ToyMemory(**kind)
+    with shard_of(hub, memory) as shard:
+        shard.fill("latest", 5.0)
+        put_to_use(shard)
+        trainer.publish(2)
+        assert staged(shard, 2).ok
+        assert shard.discard().ok
+        assert shard.install().code == "state_error"
+        assert (shard.report().version, shard.report().served, shard.report().published) == (1, 1, True)
+        assert memory.computes_with(1)
+        assert staged(shard, 2).ok
+        assert staged(shard, 2).ok, "staging again takes the place of what waits"
+        assert shard.install().version == 2
+        put_to_use(shard)
+        assert memory.computes_with(2)
+
+
+def test_what_cannot_be_staged_leaves_everything_as_it_was(hub: Hub, trainer: Trainer) -> None:
+    memory = ToyMemory()
+    with shard_of(hub, memory) as shard:
+        shard.fill("latest", 5.0)
+        put_to_use(shard)
+        assert shard.stage(7, 0.2).ok
+        while (report := shard.staged(0.01)) is None:
+            pass
+        assert (report.ok, report.code, report.version, report.served) == (False, "deadline_exceeded", 1, 1)
+        with hub.connect("stranger") as stranger:
+            stranger.register({"q": torch.zeros(3, 8), "k": torch.zeros(4, 8), "norm": torch.zeros(8)})
+            stranger.publish(2)
+            report = staged(shard)
+        assert (report.ok, report.code, report.version) == (False, "layout_mismatch", 1), (
+            "judged by the engine's thread"
+        )
+        assert memory.computes_with(1)
+        assert holders(hub, 1) == {"trainer", "engine"}
+
+
+def test_memory_that_is_processed_in_place_is_not_staged(hub: Hub, trainer: Trainer) -> None:
+    with shard_of(hub, ToyMemory(in_place=True)) as shard:
+        shard.fill("latest", 5.0)
+        put_to_use(shard)
+        report = shard.stage("latest")
+        assert (report.ok, report.code, report.version) == (False, "state_error", 1)
+        assert "staged = false" in report.message

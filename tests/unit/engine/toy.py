@@ -25,10 +25,12 @@ class Hub:
 
     address: str
     network: MemoryNetwork = field(default_factory=MemoryNetwork)
+    transport: str = ""
+    """A data plane by name instead, which staging needs."""
 
     def connect(self, replica: str | None = None) -> Worker:
         """Connect the only shard of a replica."""
-        transport = MemoryTransport(self.network)
+        transport = self.transport or MemoryTransport(self.network)
         return connect(self.address, model="policy", replica=replica, transport=transport)
 
 

@@ -16,7 +16,9 @@ from tensorhub_core.client.observer import Observer, observe
 from tensorhub_core.engine.config import PauseMode, WeightSourceConfig, check_mode, check_version
 from tensorhub_core.engine.follow import Follower, FollowStep, Sleep, SwapTo, WaitNewer
 from tensorhub_core.engine.steps import (
+    Discard,
     EngineStatus,
+    Install,
     Look,
     Pause,
     Process,
@@ -25,6 +27,7 @@ from tensorhub_core.engine.steps import (
     Resume,
     SetVersion,
     ShardReport,
+    Stage,
     Step,
     SwapOutcome,
     Update,
@@ -42,6 +45,10 @@ from tensorhub_vllm.worker_ext import report_of
 logger = init_logger("vllm.tensorhub.http")
 _WAIT_S = 30.0
 """How long the follow loop waits before it looks at the engine's status again."""
+_LATE_S = 5.0
+"""How much later than its own deadline a rank's report may come."""
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.01, 0.1
+"""How long to wait between two looks at what is being staged: each one comes between two steps of the model."""
 _LEAVE_S = 10.0
 """How long an engine that ends waits for those who still read from it."""
 
@@ -56,7 +63,7 @@ class EngineFront:
         self._observer: Observer | None = None
         self._lock = asyncio.Lock()
         self._timeout_s = config.timeout_s or load_settings().client.call_timeout_s
-        self._swapper = Swapper(EngineStatus(config.model, config.replica or ""), time.monotonic)
+        self._swapper = Swapper(EngineStatus(config.model, config.replica or ""), time.monotonic, config.staged)
         self._following: asyncio.Task[None] | None = None
 
     @property
@@ -125,6 +132,12 @@ class EngineFront:
                 await asyncio.wait_for(engine.pause_generation(mode=mode, clear_cache=True), self._timeout_s)
             case Update(version=version):
                 return await self._ranks("tensorhub_update", version=version, timeout_s=self._timeout_s)
+            case Stage(version=version):
+                return await self._stage(version)
+            case Install():
+                return await self._ranks("tensorhub_install", timeout_s=self._timeout_s)
+            case Discard():
+                await self._ranks("tensorhub_discard")
             case Process():
                 return await self._ranks("tensorhub_process")
             case ResetCaches():
@@ -138,6 +151,21 @@ class EngineFront:
             case Resume():
                 await engine.resume_generation()
         return None
+
+    async def _stage(self, version: int | Literal["latest"]) -> list[ShardReport]:
+        """Have every rank stage a version; asks them between two steps of the model until all have it."""
+        reports = await self._ranks("tensorhub_stage", version=version, timeout_s=self._timeout_s)
+        if not all(report.ok for report in reports):
+            return reports
+        until_s, pause_s = time.monotonic() + self._timeout_s + _LATE_S, _FIRST_LOOK_S
+        while True:
+            await asyncio.sleep(pause_s)
+            replies = await self._engine.collective_rpc("tensorhub_staged")
+            if not any(reply.get("running") for reply in replies):
+                return [report_of(reply) for reply in replies]
+            if time.monotonic() > until_s:
+                raise DeadlineExceeded(f"version {version} was not staged within {self._timeout_s:g} s")
+            pause_s = min(2 * pause_s, _LAST_LOOK_S)
 
     async def _ranks(self, method: str, **arguments: Any) -> list[ShardReport]:
         return [report_of(reply) for reply in await self._engine.collective_rpc(method, kwargs=arguments)]

@@ -23,7 +23,7 @@ from tensorhub_core.engine.logical import LogicalTensor
 from tensorhub_core.engine.shard import EngineShard
 from tensorhub_core.engine.staging import Staging
 from tensorhub_core.engine.waiting import await_version
-from tensorhub_core.errors import ConfigError, StateError, VersionConflict, VersionUnavailable
+from tensorhub_core.errors import StateError, VersionConflict, VersionUnavailable
 from tensorhub_core.settings import load_settings
 from tensorhub_vllm import compat
 from tensorhub_vllm.memory import LoadedWeights
@@ -89,9 +89,7 @@ class HubSession:
     """Open a rank's connection to the hub, once, and bring its memory to a first version."""
 
     def __init__(self, config: WeightSourceConfig, replica: str) -> None:
-        """Connect nothing yet; raises ConfigError for what this release cannot do."""
-        if config.staged:
-            raise ConfigError('"staged": true is not supported by this release')
+        """Connect nothing yet."""
         self.config, self.replica = config, replica
         self.shard, self.num_shards = compat.rank_and_count()
         self.timeout_s = config.timeout_s or load_settings().client.call_timeout_s

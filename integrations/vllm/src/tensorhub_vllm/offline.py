@@ -8,7 +8,9 @@ from typing import Any, Literal
 from tensorhub_core.client.observer import observe
 from tensorhub_core.engine.config import PauseMode, WeightSourceConfig, weight_source_config
 from tensorhub_core.engine.steps import (
+    Discard,
     EngineStatus,
+    Install,
     Look,
     Pause,
     Process,
@@ -16,15 +18,20 @@ from tensorhub_core.engine.steps import (
     ResetCaches,
     SetVersion,
     ShardReport,
+    Stage,
     Step,
     SwapOutcome,
     Update,
     drive,
 )
 from tensorhub_core.engine.swap import Swapper
-from tensorhub_core.errors import StateError
+from tensorhub_core.errors import DeadlineExceeded, StateError
 from tensorhub_core.settings import load_settings
 from tensorhub_vllm.worker_ext import report_of
+
+_LATE_S = 5.0
+"""How much later than its own deadline a rank's report may come."""
+_LOOK_S = 0.02
 
 
 class OfflineEngine:
@@ -37,7 +44,7 @@ class OfflineEngine:
         self._timeout_s = self._config.timeout_s or load_settings().client.call_timeout_s
         replies = llm.collective_rpc("tensorhub_describe")
         status = EngineStatus(self._config.model, str(replies[0].get("replica", "")))
-        self._swapper = Swapper(status, time.monotonic)
+        self._swapper = Swapper(status, time.monotonic, self._config.staged)
         self._swapper.started([report_of(reply) for reply in replies])
         llm.update_weight_version(str(self.status.version))
 
@@ -61,6 +68,12 @@ class OfflineEngine:
                     raise StateError("requests are unfinished: swap between two calls of generate()")
             case Update(version=version):
                 return self._ranks("tensorhub_update", version=version, timeout_s=self._timeout_s)
+            case Stage(version=version):
+                return self._stage(version)
+            case Install():
+                return self._ranks("tensorhub_install", timeout_s=self._timeout_s)
+            case Discard():
+                self._ranks("tensorhub_discard")
             case Process():
                 return self._ranks("tensorhub_process")
             case ResetCaches():
@@ -70,6 +83,19 @@ class OfflineEngine:
             case SetVersion(version=version):
                 llm.update_weight_version(str(version))
         return None
+
+    def _stage(self, version: int | Literal["latest"]) -> list[ShardReport]:
+        reports = self._ranks("tensorhub_stage", version=version, timeout_s=self._timeout_s)
+        until_s = time.monotonic() + self._timeout_s + _LATE_S
+        while all(report.ok for report in reports):
+            time.sleep(_LOOK_S)
+            replies = self._llm.collective_rpc("tensorhub_staged")
+            reports = [report_of(reply) for reply in replies]
+            if not any(reply.get("running") for reply in replies):
+                break
+            if time.monotonic() > until_s:
+                raise DeadlineExceeded(f"version {version} was not staged within {self._timeout_s:g} s")
+        return reports
 
     def _ranks(self, method: str, **arguments: Any) -> list[ShardReport]:
         return [report_of(reply) for reply in self._llm.collective_rpc(method, kwargs=arguments)]

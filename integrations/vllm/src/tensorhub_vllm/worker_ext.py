@@ -33,6 +33,27 @@ class TensorHubWorkerExtension:
         """Fill this rank's memory, in one round with the others; nothing is processed yet."""
         return self._tensorhub(lambda shard: _wire(shard.update(version, timeout_s)))
 
+    def tensorhub_stage(self, version: int | Literal["latest"], timeout_s: float | None = None) -> Reply:
+        """Begin to fetch a version into this rank's host memory and return: the rank goes on computing."""
+        return self._tensorhub(lambda shard: _wire(shard.stage(version, timeout_s)))
+
+    def tensorhub_staged(self) -> Reply:
+        """Say what is staged; `running` while it is on its way. To be called again until then."""
+
+        def staged(shard: EngineShard) -> Reply:
+            report = shard.staged()
+            return {**_wire(report or shard.report()), "running": report is None}
+
+        return self._tensorhub(staged)
+
+    def tensorhub_install(self, timeout_s: float | None = None) -> Reply:
+        """Copy what is staged into this rank's memory, in one round with the others; nothing is processed yet."""
+        return self._tensorhub(lambda shard: _wire(shard.install(timeout_s)))
+
+    def tensorhub_discard(self) -> Reply:
+        """Drop what is staged."""
+        return self._tensorhub(lambda shard: _wire(shard.discard()))
+
     def tensorhub_process(self) -> Reply:
         """Make this rank compute with what its memory holds."""
         return self._tensorhub(lambda shard: _wire(shard.process()))
