@@ -53,7 +53,7 @@ def rank(here: Side, there: Side, *, cpu: bool, suspects: Set[str] = frozenset()
         order.append(Way("nixl", "both sides have RDMA"))
         order.append(Way("tcp", "RDMA needs NIXL on both sides"))
     order.append(Way("tcp", "not both sides have RDMA"))
-    order += [Way(name, "the peer offers nothing better") for name in sorted(common)]
+    order += [Way(name, "the peer offers nothing better") for name in sorted(common, reverse=True)]
     found: dict[str, Way] = {}
     for way in order:
         if way.transport in common and (way.transport != "cma" or _may_be_near(here, there)):
