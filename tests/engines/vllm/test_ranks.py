@@ -113,6 +113,29 @@ def test_one_rank_that_reads_corrupt_bytes_stops_both(setup: Setup, expected: An
         assert answers(llm) == expected, "version 7 is what version 2 was"
 
 
+def test_one_rank_that_cannot_stage_stops_nothing(setup: Setup, expected: Answers) -> None:
+    hub, _, llm, unstaged = setup
+    engine = OfflineEngine(llm, {"server": hub.address, "timeout_s": 30, "staged": True})
+    held = unstaged.status.version
+    assert engine.status.version == held == 7
+    with mirroring(hub.address, engine.status.replica) as mirror:
+        mirror.publish(8, broken=1)
+        outcome = engine.swap()
+        assert outcome.version == held
+        assert outcome.code in ("corrupt_transfer", "version_unavailable"), outcome
+        assert engine.status.state == "serving"
+        assert engine.status.error
+        assert answers(llm) == expected
+        mirror.flip(shard=1)
+        mirror.publish(9)
+        assert engine.swap().version == 9
+        assert [report.version for report in engine.status.shards] == [9, 9]
+        assert engine.status.last_swap is not None
+        assert engine.status.last_swap.stage_s is not None
+        assert engine.status.error is None
+        assert answers(llm) == expected, "version 9 is what version 2 was"
+
+
 def test_a_second_engine_of_two_ranks_copies_raw(setup: Setup, checkpoints: Checkpoints, expected: Answers) -> None:
     hub, trainer, _, engine = setup
     trainer.worker.unpublish()

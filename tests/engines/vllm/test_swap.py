@@ -23,7 +23,7 @@ def test_first_fill_peer_fill_and_swap_equal_a_fresh_engine(kind: str, checkpoin
     with training(hub.address, one) as trainer, following(bare, hub.address) as (llm, engine):
         assert answers(llm) == expected[1], "a disk-less start"
         trainer.worker.unpublish()
-        with following(bare, hub.address) as (other, second):
+        with following(bare, hub.address, staged=True) as (other, second):
             assert second.status.shards[0].source == engine.status.replica, "only the first engine holds version 1"
             assert second.status.shards[0].digest == engine.status.shards[0].digest
             assert second.status.replica != engine.status.replica
@@ -34,6 +34,8 @@ def test_first_fill_peer_fill_and_swap_equal_a_fresh_engine(kind: str, checkpoin
                 assert (outcome.version, outcome.changed, outcome.code) == (2, True, "")
                 assert answers(which) == expected[2], "a swap in place, with the long prompt cached before"
                 assert which.get_weight_version() == "2"
+            times = [swapped.status.last_swap for swapped in (engine, second)]
+            assert [time is not None and time.stage_s is not None for time in times] == [False, True]
 
 
 def test_the_digest_is_of_the_bytes_in_memory(checkpoints: Checkpoints, hub: Server) -> None:
