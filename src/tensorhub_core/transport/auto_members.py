@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -68,9 +69,9 @@ class Members:
 
     def ways(self, devices: bool) -> tuple[str, ...]:
         """Return the ways that should serve; `devices`: there is memory that is not a CPU's."""
-        around = self.around
-        wanted = serving_ways(cma=True, nixl=around.nixl, rdma=around.rdma, devices=devices)
-        return tuple(way for way in wanted if way not in self._refused)
+        working = {way: way not in self._refused for way in WAYS}
+        working["nixl"] = working["nixl"] and self.around.nixl
+        return serving_ways(**working, rdma=self.around.rdma, devices=devices)
 
     def register(self, added: Sequence[Region]) -> None:
         """Serve more regions in every way that should; raises TransportError and serves what it did before.
@@ -102,6 +103,9 @@ class Members:
             self.sync_all()
         except TransportError:
             self.local = before
+            for way in self._made:
+                with contextlib.suppress(TransportError):
+                    self.sync(way)
             raise
 
     def descriptions(self) -> list[bytes]:

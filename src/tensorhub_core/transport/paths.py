@@ -29,12 +29,13 @@ class Way:
     reason: str
 
 
-def serving_ways(*, cma: bool, nixl: bool, rdma: bool, devices: bool) -> tuple[str, ...]:
-    """Return the ways by which a side serves, where `cma` works and `nixl` is installed.
+def serving_ways(*, cma: bool, tcp: bool, nixl: bool, rdma: bool, devices: bool) -> tuple[str, ...]:
+    """Return the ways by which a side serves, of those that work there.
 
     `devices`: memory that is not a CPU's is registered.
     """
-    return (*(("cma",) if cma else ()), *(("nixl",) if nixl and (rdma or devices) else ()), "tcp")
+    needed = nixl and (rdma or devices or not (cma or tcp))
+    return tuple(way for way, serves in (("cma", cma), ("nixl", needed), ("tcp", tcp)) if serves)
 
 
 def rank(here: Side, there: Side, *, cpu: bool, suspects: Set[str] = frozenset()) -> tuple[Way, ...]:

@@ -85,11 +85,10 @@ def test_sides_that_do_not_say_where_they_are_are_no_neighbours() -> None:
 
 
 def test_nixl_serves_only_where_it_is_needed() -> None:
-    for cma, nixl, rdma, devices in product((True, False), repeat=4):
-        serving = serving_ways(cma=cma, nixl=nixl, rdma=rdma, devices=devices)
-        assert "tcp" in serving
-        assert ("cma" in serving) == cma
-        assert ("nixl" in serving) == (nixl and (rdma or devices))
+    for cma, tcp, nixl, rdma, devices in product((True, False), repeat=5):
+        serving = serving_ways(cma=cma, tcp=tcp, nixl=nixl, rdma=rdma, devices=devices)
+        assert ("tcp" in serving, "cma" in serving) == (tcp, cma)
+        assert ("nixl" in serving) == (nixl and (rdma or devices or not serving.count("cma") + serving.count("tcp")))
 
 
 def test_what_is_said() -> None:
