@@ -161,7 +161,7 @@ class TcpConnection:
         except OSError as error:
             self.fail(error.strerror or str(error))
         if self._stage is not _Stage.OPEN and not self.closed and self._clock.now() >= self._end_s:
-            self.fail(f"no answer within {self._timeout_s:g} s")
+            self.fail(f"no answer within {self._timeout_s:.1f} s")
 
     def fail(self, reason: str) -> None:
         """End the connection, whose reads fail for this reason; nothing is received from then on."""
@@ -329,7 +329,7 @@ def _first_open(
             for connection in trying:
                 connection.drive()
                 if clock.now() >= end and not connection.opened:
-                    connection.fail(f"no answer within {left_s:.3g} s")
+                    connection.fail(f"no answer within {left_s:.1f} s")
     finally:
         for connection in trying:
             connection.fail("another address was faster")
