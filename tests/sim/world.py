@@ -2,14 +2,14 @@
 
 Every worker holds `SEGMENTS` cells; a cell is what was last written there: (version, shard) or garbage. A read copies
 cells from the source's memory as it is at that moment. The world knows the truth, the machine does not: whatever a
-group believes to have committed has to be in its cells.
+group believes to have committed has to be in its cells. With `stages`, readers have a second row of cells in which they
+stage versions, to install them later.
 """
 
 from __future__ import annotations
 
 import random
-from collections import deque
-from dataclasses import dataclass, field
+from collections import Counter
 
 from tensorhub_core.ids import SessionId
 from tensorhub_core.state.events import Received, Send, Tick
@@ -34,68 +34,43 @@ from tensorhub_core.state.messages import (
     Publish,
     PutBlob,
     Register,
+    RegisterStaging,
     Relocate,
     Reply,
-    Request,
     RoundAborted,
     Source,
     SourceProgress,
     Superseded,
     UnknownSession,
     Unpublish,
+    Unstage,
     Welcome,
 )
 from tests.sim.hub import digest
-
-SEGMENTS = 2
-Cell = tuple[int, int] | None
-
-
-@dataclass
-class Life:
-    """One process life: its memory, its mailboxes, and what it believes."""
-
-    session: SessionId
-    replica: str
-    shard: int
-    num_shards: int
-    is_trainer: bool
-    cells: list[Cell] = field(default_factory=lambda: [None] * SEGMENTS)
-    outbox: deque[tuple[int, Request]] = field(default_factory=deque)
-    inbox: deque[tuple[int, Reply]] = field(default_factory=deque)
-    requests: dict[int, Request] = field(default_factory=dict)
-    next_request: int = 1
-    phase: str = "new"
-    published: int | None = None
-    round: int = 0
-    promised: tuple[int, int] | None = None
-    source: Source | None = None
-    readable: int = 0
-    verified: int = 0
-    alive: bool = True
-    paused_until: float = 0.0
-
-    def ask(self, message: Request) -> None:
-        """Put a request on the wire."""
-        self.requests[self.next_request] = message
-        self.outbox.append((self.next_request, message))
-        self.next_request += 1
-
-
-def sums(number: int, shard: int) -> bytes:
-    """Return the checksums of a version's shard."""
-    return b"sums %d %d" % (number, shard)
+from tests.sim.lives import SEGMENTS, Life, sums
 
 
 class World:
     """One run: `advance()` takes one random step and checks everything."""
 
-    def __init__(self, seed: int, readers: int = 2, shards: int = 2, trainers: int = 1, checksums: bool = True) -> None:
-        self.checksums = checksums
+    def __init__(
+        self,
+        seed: int,
+        readers: int = 2,
+        shards: int = 2,
+        trainers: int = 1,
+        checksums: bool = True,
+        stages: bool = False,
+    ) -> None:
+        self.checksums, self.stages = checksums, stages
+        self.installing: dict[tuple[str, int], set[int]] = {}
+        self.commits_by_mode: Counter[str] = Counter()
         self.outcomes: dict[tuple[str, int], set[str]] = {}
         self.chance = random.Random(seed)
         self.now = 0.0
-        self.state = ServerState.new(MachineConfig(server_epoch=1, join_timeout_s=8.0), 0.0)
+        queues = 0 if self.chance.random() < 0.5 else 1 << 30  # of readers behind one that has yet to begin
+        config = MachineConfig(server_epoch=1, join_timeout_s=8.0, worth_waiting_bytes=queues)
+        self.state = ServerState.new(config, 0.0)
         self.lives: list[Life] = []
         self.by_session: dict[SessionId, Life] = {}
         self.commits = 0
@@ -115,10 +90,14 @@ class World:
         self.lives.append(life)
         self.by_session[life.session] = life
         life.ask(Hello(1, f"t{self.born}", "policy", replica, shard, self.shards))
+        life.staging = digest(b"staging %d" % self.born)
         layout, placement = b"layout %d" % shard, b"placement %d" % self.born
         life.ask(PutBlob(digest(layout), layout))
         life.ask(PutBlob(digest(placement), placement))
         life.ask(Register(digest(layout), digest(placement), 200, SEGMENTS))
+        if self.stages:
+            life.ask(PutBlob(life.staging, b"staging %d" % self.born))
+            life.ask(RegisterStaging(life.staging))
 
     def feed(self, event: Received | Tick) -> None:
         """Step the machine and check its invariants."""
@@ -146,6 +125,8 @@ class World:
                 return
             if life.outbox and (not life.inbox or self.chance.random() < 0.5):
                 request, message = life.outbox.popleft()
+                if isinstance(message, JoinRound) and message.mode == "install":
+                    self.installing.setdefault((life.replica, message.round), set()).add(life.shard)
                 self.feed(Received(life.session, request, message))
             elif life.inbox:
                 self.hear(life, *life.inbox.popleft())
@@ -178,15 +159,29 @@ class World:
                 life.ask(Unpublish())
                 life.phase = "draining"
             else:
-                life.ask(JoinRound(life.round, None, "update", (1, life.published or 0)))
-                life.phase = "joining"
+                self.join(life)
         elif life.phase == "idle":
-            life.ask(JoinRound(life.round))
-            life.phase = "joining"
+            self.join(life)
         elif life.phase == "reading":
             self.read(life)
         elif life.phase in ("joining", "done") and self.chance.random() < 0.01:
             life.ask(LeaveRound(life.round, "deadline_exceeded", "out of patience"))
+
+    def join(self, life: Life) -> None:
+        """Join the next round; all shards of a replica mostly want the same of it."""
+        have = None if life.published is None else (1, life.published)
+        if life.staged is not None:
+            if self.chance.random() < 0.05:
+                return life.unstage()
+            life.mode, have = "install", (1, life.staged)
+        elif self.stages and life.round % 3:
+            if life.unstaging:
+                return
+            life.mode = "stage"
+        else:
+            life.mode = "replicate" if have is None else "update"
+        life.ask(JoinRound(life.round, None, life.mode, have))  # type: ignore[arg-type]
+        life.phase = "joining"
 
     def next_number(self, group: list[Life]) -> int:
         """Return the number a trainer's group publishes next; all its shards agree on it."""
@@ -197,24 +192,30 @@ class World:
 
     def read(self, life: Life) -> None:
         """Read one more segment, as it is in the source's memory now."""
-        assert life.source is not None
+        assert life.source is not None or life.mode == "install"
         assert life.promised is not None
         if life.verified == SEGMENTS:
             life.ask(PutBlob(digest(sums(life.promised[1], life.shard)), sums(life.promised[1], life.shard)))
             life.ask(Done(life.round, digest(sums(life.promised[1], life.shard))))
             life.phase = "done"
             return
+        if life.source is None:
+            life.cells[life.verified] = life.staged_cells[life.verified]
+            life.verified += 1
+            return
         if life.verified >= life.readable:
             return
         holder = self.holder(life.source)
-        cell = None if holder is None else holder.cells[life.verified]
+        staged = holder is not None and life.source.placement == holder.staging
+        cells = [None] * SEGMENTS if holder is None else holder.staged_cells if staged else holder.cells
+        cell = cells[life.verified]
         wrong = self.checksums and cell != (life.promised[1], life.shard)
         if holder is None or not holder.alive or wrong:
             kind = "lost" if holder is None or not holder.alive else "corrupt"
             life.ask(Relocate(life.round, (LeaseFailure(life.source.lease, kind),)))
             life.phase = "relocating"
             return
-        life.cells[life.verified] = cell
+        life.filled[life.verified] = cell
         life.verified += 1
         life.ask(Announce(life.round, life.verified))
 
@@ -241,14 +242,11 @@ class World:
             life.verified, life.phase, life.source = 0, "reading", message.sources[0]
             life.readable = SEGMENTS if message.sources[0].whole else message.sources[0].prefix
         elif isinstance(message, NothingNewer) and life.phase == "joining":
-            life.round, life.phase = life.round + 1, "published"
+            right = [(message.number, life.shard)] * SEGMENTS
+            assert right in (life.cells, life.filled), "told to hold what it does not"
+            life.round, life.phase = life.round + 1, "idle" if life.published is None else "published"
         elif isinstance(message, Committed) and life.phase == "done":
-            assert life.promised is not None
-            assert life.cells == [(life.promised[1], life.shard)] * SEGMENTS, "committed what it does not hold"
-            life.published, life.phase = life.promised[1], "published"
-            self.note_outcome(life, "committed")
-            life.round += 1
-            self.commits += 1
+            self.committed(life)
         elif isinstance(message, SourceProgress) and life.source is not None and message.lease == life.source.lease:
             life.readable = SEGMENTS if message.whole else max(life.readable, message.prefix)
         elif isinstance(message, LeaseLost):
@@ -263,15 +261,33 @@ class World:
             assert life.promised is not None
             life.published = life.promised[1] if published else None
         elif isinstance(asked, Filling) and isinstance(message, Ok) and life.phase == "opening":
-            life.cells, life.phase = [None] * SEGMENTS, "reading"
+            life.filled[:], life.phase = [None] * SEGMENTS, "reading"
         elif isinstance(asked, Unpublish) and isinstance(message, Ok):
             self.withdrawn(life)
+        elif isinstance(asked, Unstage) and isinstance(message, Ok):
+            life.unstaging, life.staged_cells = False, [(-self.born, 0)] * SEGMENTS
         elif (
             isinstance(message, Failure)
             and isinstance(asked, JoinRound | Done | Relocate | Filling)
             and asked.round == life.round
         ):
             self.end_round(life)
+
+    def committed(self, life: Life) -> None:
+        """Check that a committed version is where it belongs."""
+        assert life.promised is not None
+        assert life.filled == [(life.promised[1], life.shard)] * SEGMENTS, "committed what it does not hold"
+        self.note_outcome(life, "committed")
+        life.round += 1
+        self.commits += 1
+        self.commits_by_mode[life.mode] += 1
+        if life.mode == "stage":
+            life.staged = life.promised[1]
+            life.phase = "idle" if life.published is None else "published"
+            return
+        life.published, life.phase = life.promised[1], "published"
+        if life.mode == "install":
+            life.unstage()
 
     def begin(self, life: Life, promise: Promise) -> None:
         """Begin or go on to read what was promised, after the old copy is withdrawn."""
@@ -280,9 +296,14 @@ class World:
         if life.phase == "joining":
             life.promised = (promise.epoch, promise.number)
         assert life.promised == (promise.epoch, promise.number), "a round's promise has changed"
-        life.source = promise.sources[0]
-        life.readable = SEGMENTS if life.source.whole else life.source.prefix
-        if life.phase == "joining" and life.published is not None:
+        if life.mode == "install":
+            assert promise.number == life.staged, "installs something else"
+            assert self.installing[life.replica, life.round] == set(range(life.num_shards)), "not all have staged"
+            life.source = None
+        else:
+            life.source = promise.sources[0]
+            life.readable = SEGMENTS if life.source.whole else life.source.prefix
+        if life.phase == "joining" and life.published is not None and life.mode != "stage":
             life.ask(Unpublish())
             life.phase = "withdrawing"
             return
@@ -304,7 +325,9 @@ class World:
     def end_round(self, life: Life) -> None:
         """Give a round up; the memory is what it is."""
         if life.phase in ("joining", "withdrawing", "opening", "reading", "relocating", "done"):
-            keep = life.published is not None and life.phase in ("joining",)
+            keep = life.published is not None and (life.phase == "joining" or life.mode == "stage")
+            if life.mode == "stage" and life.phase != "joining":
+                life.unstage()
             life.phase = "published" if keep else "idle"
             self.note_outcome(life, "aborted")
             if not keep and life.published is not None:
@@ -326,4 +349,5 @@ class World:
             worker = self.state.workers[copy.worker]
             life = self.by_session[worker.session]
             right = [(copy.key[1], life.shard)] * copy.prefix
-            assert not life.alive or life.cells[: copy.prefix] == right, "a leased copy was overwritten"
+            cells = life.staged_cells if copy is worker.staged else life.cells
+            assert not life.alive or cells[: copy.prefix] == right, "a leased copy was overwritten"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tensorhub_core.ids import CopyId, VersionKey, WorkerId
+from tensorhub_core.ids import CopyId, Digest, VersionKey, WorkerId
 from tensorhub_core.schedule.sources import Candidate, Place, choose_more, choose_raw, choose_replica
 from tensorhub_core.state.context import Step
-from tensorhub_core.state.leases import grant
-from tensorhub_core.state.records import Copy, CopyState, Group, ModelState, Round, Worker
+from tensorhub_core.state.leases import add_awaited, grant, new_copy_id
+from tensorhub_core.state.records import UNFINISHED, Copy, CopyState, Group, ModelState, Registration, Round, Worker
 
 
 def place_of(group: Group) -> Place:
@@ -39,7 +39,7 @@ def leads_to(s: Step, copy: Copy, reader: WorkerId) -> bool:
         here = s.state.copies.get(ahead.pop())
         if here is None or here.worker == reader:
             return True
-        if here.id in seen or here.state is not CopyState.FILLING:
+        if here.id in seen or here.state not in UNFINISHED:
             continue
         seen.add(here.id)
         follows = [s.state.leases[lease].copy for lease in s.state.workers[here.worker].leases]
@@ -69,7 +69,7 @@ def filling_copies(s: Step, model: ModelState, key: VersionKey, reader: Worker) 
         if replica == reader.replica:
             continue
         for worker in s.members(model.groups[replica]):
-            copy = worker.filling()
+            copy = worker.unfinished()
             if copy is None or copy.key != key or worker.suspected:
                 continue
             if copy.offered and copy.sums:
@@ -123,14 +123,46 @@ def lease_shard(s: Step, group: Group, shard: int, current: Round, promised: boo
         return False
     copies = choose_copies(s, group, reader, current, promised)
     current.leases[shard] = [grant(s, group, shard, current.number, copy).id for copy in copies]
-    if reader.copy is not None and reader.copy.state is CopyState.FILLING:
-        reader.copy.depth = depth_below(copies)
+    if (unfinished := reader.unfinished()) is not None:
+        unfinished.depth = depth_below(copies)
     return bool(copies)
+
+
+def raw_sums(s: Step, current: Round, worker: Worker) -> Digest:
+    """Return the sums of a shard's sources if they have the shard's own layout, else nothing."""
+    leases = current.leases.get(worker.shard, [])
+    copies = [s.state.copies[s.state.leases[i].copy] for i in leases if i in s.state.leases]
+    sums = {copy.sums for copy in copies}
+    own = worker.memory is not None and all(copy.memory.layout == worker.memory.layout for copy in copies)
+    return sums.pop() if own and len(sums) == 1 else Digest(b"")
+
+
+def new_copy(s: Step, worker: Worker, current: Round, memory: Registration) -> Copy:
+    """Return what a shard gets by a round; what is being installed is offered when it is complete."""
+    assert current.key is not None
+    offered = current.joined[worker.shard].offer and current.kind != "install"
+    depth = depth_below([s.state.copies[s.state.leases[i].copy] for i in worker.leases])
+    sums = raw_sums(s, current, worker)
+    state = CopyState.AWAITED
+    return Copy(new_copy_id(s), worker.id, current.key, memory, state, sums, 0, offered, depth, 0, s.now)
+
+
+def await_copy(s: Step, worker: Worker, current: Round) -> None:
+    """Let readers queue behind a copy that its holder has yet to begin, where that is better than another queue.
+
+    Or those who ask at the same moment would all read from the same holders: none of them is filling yet.
+    """
+    memory = worker.staging if current.kind == "stage" else worker.memory
+    if memory is None or current.kind == "install" or worker.unfinished() is not None:
+        return
+    copy = new_copy(s, worker, current, memory)
+    if copy.offered and copy.sums and memory.total_bytes >= s.state.config.worth_waiting_bytes:
+        add_awaited(s, worker, copy)
 
 
 def depth_below(copies: list[Copy]) -> int:
     """Return the depth of a copy that reads from these."""
-    return max((c.depth + 1 for c in copies if c.state is CopyState.FILLING), default=0)
+    return max((c.depth + 1 for c in copies if c.state in UNFINISHED), default=0)
 
 
 def describe_holders(s: Step, model: ModelState, key: VersionKey) -> str:
@@ -142,7 +174,7 @@ def describe_holders(s: Step, model: ModelState, key: VersionKey) -> str:
     for group in model.groups.values():
         for worker in s.members(group):
             for copy in worker.copies():
-                if copy.state is not CopyState.FILLING:
+                if copy.state not in UNFINISHED:
                     held.setdefault(str(copy.key[1]), []).append(f"{group.replica}/{worker.shard}")
     rows = "; ".join(f"version {v} at {', '.join(h[:8])}" for v, h in sorted(held.items())[:8])
     return f"held now: {rows}" if rows else "nobody holds any version now"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tensorhub_core.state import leases, machine, membership, reads, rounds, sourcing, versions
+from tensorhub_core.state import leases, machine, membership, reads, rounds, sourcing, staging, versions
 from tests.sim.world import World
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -107,6 +107,47 @@ def manifests_do_not_bind(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(versions, "put_copy", put)
 
 
+def install_before_all_have_staged(patch: pytest.MonkeyPatch) -> None:
+    """L13: the first shard that wants to install may overwrite its memory."""
+
+    def install(s: rounds.Step, group: rounds.Group, current: rounds.Round) -> None:
+        current.key = next(joined.have for joined in current.joined.values())
+        rounds.keep_promise(s, group, current)
+
+    patch.setattr(rounds, "try_install", install)
+
+
+def unstage_at_once(patch: pytest.MonkeyPatch) -> None:
+    """L3: a staged copy is dropped although it is leased."""
+
+    def unstage(s: staging.Step, worker: staging.Worker, request: int, m: staging.Unstage) -> None:
+        copy = worker.staged
+        if copy is not None and copy.state is staging.CopyState.PUBLISHED:
+            s.reply(worker, request, staging.Ok())
+            worker.unstage_request = None
+            return
+        original(s, worker, request, m)
+
+    original = staging.unstage
+    patch.setattr(staging, "unstage", unstage)
+
+
+def what_is_staged_counts_as_held(patch: pytest.MonkeyPatch) -> None:
+    """L1: a version that only waits in staging memory passes for one that the worker holds."""
+    original = rounds.holds
+
+    def holds(worker: rounds.Worker, current: rounds.Round, key: rounds.VersionKey) -> bool:
+        return original(worker, current, key) or any(c.key == key for c in worker.copies())
+
+    patch.setattr(rounds, "holds", holds)
+
+
+STAGING_MUTANTS = [
+    install_before_all_have_staged,
+    unstage_at_once,
+    what_is_staged_counts_as_held,
+]
+
 MUTANTS: list[Patch] = [
     withdraw_at_once,
     done_is_not_checked,
@@ -117,6 +158,7 @@ MUTANTS: list[Patch] = [
     circles,
     unverified_prefixes,
     manifests_do_not_bind,
+    *STAGING_MUTANTS,
 ]
 
 
@@ -124,7 +166,8 @@ MUTANTS: list[Patch] = [
 def test_the_worlds_notice(mutant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
     for seed in range(150):
-        world = World(seed, *[(2, 2, 1), (3, 1, 2), (4, 1, 1)][seed % 3], checksums=seed % 2 == 0)
+        shape, stages = [(2, 2, 1), (3, 1, 2), (4, 1, 1)][seed % 3], mutant in STAGING_MUTANTS
+        world = World(seed, *shape, checksums=seed % 2 == 0, stages=stages)
         try:
             for _ in range(3_000):
                 world.advance()

@@ -25,6 +25,7 @@ from tensorhub_core.state.messages import (
     Publish,
     PutBlob,
     Register,
+    RegisterStaging,
     Request,
 )
 from tests.sim.hub import digest
@@ -60,6 +61,11 @@ def any_value(chance: random.Random, kind: object, state: ServerState) -> object
     return any_value(chance, chance.choice(args), state)
 
 
+def any_mode(chance: random.Random) -> str:
+    """Draw the mode of a round."""
+    return chance.choices(("replicate", "stage", "install"), (4, 3, 2))[0]
+
+
 def any_message(chance: random.Random, kind: type, state: ServerState, name: str = "") -> typing.Any:
     """Draw a message of a kind; some are made to fit so that the walk gets anywhere."""
     hints = typing.get_type_hints(kind)
@@ -78,7 +84,12 @@ def any_message(chance: random.Random, kind: type, state: ServerState, name: str
     if "round" in fields and group is not None and chance.random() < 0.9:
         current = group.open_round()
         fields["round"] = group.next_round if current is None else current.number
-        fields |= {"want": None, "mode": "replicate"} if "want" in fields else {}
+        fields |= {"want": None, "mode": any_mode(chance)} if "want" in fields else {}
+        if fields.get("mode") == "install":
+            staged = [w.staged.key for w in state.workers.values() if w.replica == name and w.staged is not None]
+            fields["have"] = staged[0] if staged else (1, 1)
+    if kind is RegisterStaging and chance.random() < 0.9:
+        fields["placement"] = digest(b"placement")
     if kind is PutBlob and chance.random() < 0.9:
         data = chance.choice(DATA)
         fields = {"digest": digest(data), "data": data}
@@ -92,6 +103,7 @@ def any_message(chance: random.Random, kind: type, state: ServerState, name: str
 
 def test_nonsense_neither_raises_nor_breaks_a_law() -> None:
     heard: collections.Counter[str] = collections.Counter()
+    staged = 0
     for seed in range(60):
         chance, now = random.Random(seed), 0.0
         state = ServerState.new(MachineConfig(server_epoch=1), now)
@@ -112,7 +124,9 @@ def test_nonsense_neither_raises_nor_breaks_a_law() -> None:
                 message = msgspec.convert(msgspec.to_builtins(message), type(message))
                 state, effects = step(state, Received(session, number, message), now)
                 heard.update(type(e.message).__name__ for e in effects if isinstance(e, Send))
+            staged += sum(w.staged is not None and w.staged.prefix > 0 for w in state.workers.values())
             broken = check(state)
             assert not broken, (seed, number, broken)
     for kind in ("Published", "Promise", "Committed", "LeaseLost", "Superseded"):
         assert heard[kind], f"the walk never got as far as {kind}: {heard}"
+    assert staged, "nothing was ever staged"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from tests.sim.world import World
 
+SHAPES = [(2, 1, 1), (3, 1, 2), (2, 2, 1), (2, 3, 2)]
 
-@pytest.mark.parametrize("shape", [(2, 1, 1), (3, 1, 2), (2, 2, 1), (2, 3, 2)], ids=str)
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_random_worlds_keep_the_laws(shape: tuple[int, int, int]) -> None:
     readers, shards, trainers = shape
     commits = 0
@@ -17,3 +21,15 @@ def test_random_worlds_keep_the_laws(shape: tuple[int, int, int]) -> None:
             world.advance()
         commits += world.commits
     assert commits > 60, "the worlds were too quiet to mean anything"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_random_worlds_that_stage_and_install_keep_the_laws(shape: tuple[int, int, int]) -> None:
+    readers, shards, trainers = shape
+    commits: Counter[str] = Counter()
+    for seed in range(60):
+        world = World(seed, readers, shards, trainers, checksums=seed % 2 == 0, stages=True)
+        for _ in range(1_500):
+            world.advance()
+        commits += world.commits_by_mode
+    assert min(commits["stage"], commits["install"]) > 40, f"the worlds were too quiet to mean anything: {commits}"
