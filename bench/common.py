@@ -40,12 +40,33 @@ def limit(case: str, value: float, unit: str, most: float) -> Row:
     return Row(case, value, unit, f"<= {most:g}", value <= most)
 
 
-def main(name: str, measure: Callable[[], Sequence[Row]]) -> None:
-    """Run a script: measure, print, write; a goal that is missed is shown, not failed: machines are noisy."""
-    parser = argparse.ArgumentParser(prog=f"bench/{name}.py")
+def at_least(case: str, value: float, unit: str, least: float) -> Row:
+    """Return a figure that must not be below `least`."""
+    return Row(case, value, unit, f">= {least:g}", value >= least)
+
+
+def skipped(bench: str, case: str, why: str) -> None:
+    """Say that a case could not be measured here."""
+    print(f"{bench}: {case} skipped: {why}", file=sys.stderr, flush=True)
+
+
+def parser_of(name: str, text: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser of the options that all scripts have."""
+    parser = argparse.ArgumentParser(
+        prog=f"bench/{name}.py", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
-    arguments = parser.parse_args()
-    rows = list(measure())
+    return parser
+
+
+def main(name: str, measure: Callable[[], Sequence[Row]]) -> None:
+    """Run a script without options of its own: measure, print, write."""
+    report(name, parser_of(name).parse_args(), measure())
+
+
+def report(name: str, arguments: argparse.Namespace, rows: Sequence[Row]) -> None:
+    """Print and write figures; a goal that is missed is shown, not failed: machines are noisy."""
+    rows = list(rows)
     show([(name, row) for row in rows])
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
@@ -71,9 +92,9 @@ def show(rows: Sequence[tuple[str, Row]]) -> None:
 
 
 @contextlib.contextmanager
-def hub(*options: str) -> Iterator[tuple[str, int]]:
-    """Run `tensorhub serve` as a process of its own; yields its address and process id."""
-    command = [sys.executable, "-m", "tensorhub_core.cli.main", "serve", "--bind", "tcp://127.0.0.1:0", *options]
+def hub(*options: str, prefix: Sequence[str] = (), bind: str = "tcp://127.0.0.1:0") -> Iterator[tuple[str, int]]:
+    """Run `tensorhub serve` as a process of its own, behind `prefix`; yields its address and process id."""
+    command = [*prefix, sys.executable, "-m", "tensorhub_core.cli.main", "serve", "--bind", bind, *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
