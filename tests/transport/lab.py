@@ -20,6 +20,8 @@ import pytest
 from numpy.typing import NDArray
 
 from tensorhub_core.clock import SystemClock
+from tensorhub_core.errors import TransportError
+from tensorhub_core.transport.auto import AutoTransport
 from tensorhub_core.transport.base import Batch, PeerId, ReadId, ReadState, Region, Transport
 from tensorhub_core.transport.faults import FaultPlan, FaultyTransport
 from tensorhub_core.transport.memory import MemoryNetwork, MemoryTransport
@@ -34,7 +36,7 @@ SENTINEL = 0xA5
 PEER_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 30.0
 STEP_BYTES = 64 << 10
-QUIET = ("tcp",)
+QUIET = ("tcp", "auto-tcp")
 """The kinds of which only the reader's own calls write into its memory."""
 PEER_BYTES = 32 << 20
 """What every peer serves: much more than fits into the sockets between two processes."""
@@ -278,11 +280,22 @@ def memory_lab(faults: bool) -> tuple[Lab, list[MemoryPeer]]:
     return Lab(reader, peer, settle), peers
 
 
+def auto_over_tcp() -> AutoTransport:
+    """Return an `auto` reader where the kernel does not let it read its neighbours."""
+
+    def make(way: str) -> Transport:
+        if way == "cma":
+            raise TransportError("the kernel refuses")
+        return make_transport(way)
+
+    return AutoTransport("over-tcp", make=make)
+
+
 @contextlib.contextmanager
 def open_lab(kind: str, pool: Pool, set_environment: Callable[[str, str], None]) -> Iterator[Lab]:
     """Open the lab of one kind: `memory`, `faults` (a plan without faults), or a transport's name.
 
-    `nixl` leaves UCX its choice, `nixl-tcp` does not.
+    `nixl` leaves UCX its choice, `nixl-tcp` does not; `auto-tcp` is an `auto` reader that cannot use cma.
     """
     if kind in ("memory", "faults"):
         lab, members = memory_lab(kind == "faults")
@@ -303,7 +316,7 @@ def open_lab(kind: str, pool: Pool, set_environment: Callable[[str, str], None])
         return taken[-1]
 
     settle_s, busy_s = (0.3, 5.0) if kind in QUIET else (1.0, 8.0)
-    reader = make_transport(kind.partition("-")[0])
+    reader = auto_over_tcp() if kind == "auto-tcp" else make_transport(kind.partition("-")[0])
     lab = Lab(reader, peer, lambda: time.sleep(settle_s), busy_s, quiet=kind in QUIET)
     try:
         yield lab

@@ -12,8 +12,8 @@ from tensorhub_core.errors import TransportError
 from tensorhub_core.transport.base import Batch, ReadState, Region
 from tests.transport.lab import HAS_NIXL, PEER_BYTES, QUIET, SENTINEL, Lab, Pool, batch, open_lab
 
-KINDS = ["memory", "faults", "nixl", "nixl-tcp", "cma", "tcp", "auto"]
-IN_FLIGHT = ["memory", "faults", "nixl-tcp", "tcp"]
+KINDS = ["memory", "faults", "nixl", "nixl-tcp", "cma", "tcp", "auto", "auto-tcp"]
+IN_FLIGHT = ["memory", "faults", "nixl-tcp", "tcp", "auto-tcp"]
 """The kinds on which a read can be caught on its way: UCX copies between processes of one machine inside `post`."""
 UNQUIET = [kind for kind in IN_FLIGHT if kind not in QUIET]
 """Those of them whose reads go on by themselves; those of the others go on only while they are polled."""
