@@ -141,7 +141,7 @@ def answered(s: Step, reply: Reply) -> None:
         return promised(s, reply)
     if phase is Phase.CONFIRMING and isinstance(reply, Committed):
         return s.end(End(key=s.state.key, published=reply.published))
-    if phase is Phase.CONFIRMING and isinstance(reply, Discard):
+    if phase is Phase.CONFIRMING and isinstance(reply, Discard) and s.state.mode != "install":
         return discarded(s, reply.sources)
     leave(s, StateError(f"the server answered with {type(reply).__name__} while {phase.value}"))
 

@@ -31,7 +31,10 @@ from tensorhub_core.state.messages import (
 from tests.sim.hub import digest
 
 KINDS: tuple[type, ...] = typing.get_args(Request)
-WEIGHTS = {Done: 12, Filling: 8, JoinRound: 8, PutBlob: 8, Register: 8, Hello: 1, Leave: 1, LeaveRound: 1}
+WEIGHTS = {
+    **{Done: 12, Filling: 8, JoinRound: 8, PutBlob: 8, Register: 8, RegisterStaging: 16},
+    **{Hello: 1, Leave: 1, LeaveRound: 1},
+}
 DATA = [b"layout", b"placement", b"sums", b"other"]
 
 

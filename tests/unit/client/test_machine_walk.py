@@ -67,6 +67,7 @@ from tensorhub_core.state.messages import (
 )
 
 DEADLINE_S = 10.0
+STAGED = (1, 7)
 NO_READS = np.zeros(0, np.bool_)
 
 
@@ -126,11 +127,15 @@ def sources(lease: str, place: bytes) -> tuple[Source, ...]:
 def replies(world: World, request: Request) -> Iterator[Reply]:
     """Yield every answer the server may give to a request."""
     number = world.state.number
-    if isinstance(request, JoinRound):
+    if isinstance(request, JoinRound) and request.mode == "install":
+        yield Promise(number, *STAGED, ())
+        yield Promise(number, 1, 8, ())
+        yield NothingNewer(number, *STAGED)
+    elif isinstance(request, JoinRound):
         yield Promise(number, 1, 7, sources("l1", b"a"))
         yield Promise(number, 1, 7, sources("l2", b"b"))
         yield Promise(number, 1, 8, sources("l4", b"d"))
-        if request.mode == "update":
+        if request.mode in ("update", "stage"):
             yield NothingNewer(number, 1, 7)
     elif isinstance(request, Relocate):
         yield Promise(number, 1, 7, sources("l2", b"b"))
@@ -152,13 +157,15 @@ def events(world: World) -> Iterator[Event]:
     if world.planning:
         yield Planned()
         yield PlanFailed(LayoutMismatch("differs"))
-        yield PlanFailed(StateError("no blob"), state.sources[0].lease)
+        if state.sources:
+            yield PlanFailed(StateError("no blob"), state.sources[0].lease)
     if world.withdrawing:
         yield Withdrawn()
         yield Withdrawn(StateError("refused"))
     if world.reading:
         yield ReadEnded(ReadOutcome(ReadEnd.VERIFIED, NO_READS, 10))
-        yield ReadEnded(ReadOutcome(ReadEnd.SOURCE_FAILED, NO_READS, 5, "l1", "corrupt"))
+        if state.sources:
+            yield ReadEnded(ReadOutcome(ReadEnd.SOURCE_FAILED, NO_READS, 5, "l1", "corrupt"))
         if world.stopped:
             yield ReadEnded(ReadOutcome(ReadEnd.CANCELLED, NO_READS, 5))
     if world.settling:
@@ -213,6 +220,8 @@ def carry_out(world: World, effect: Effect) -> None:
         world.pending[effect.asked] = effect.message
         if isinstance(effect.message, Filling | Done):
             assert world.withdrawn or not world.had_copy, "the old copy is withdrawn first"
+        if isinstance(effect.message, JoinRound) and state.mode in ("stage", "install"):
+            assert (effect.message.mode, effect.message.have) == (state.mode, state.have), "what is staged is named"
         if isinstance(effect.message, Done):
             assert not world.reading
             world.done = True
@@ -241,6 +250,7 @@ def carry_out(world: World, effect: Effect) -> None:
         if effect.error is None:
             assert world.committed, "success only by the server's word"
             assert effect.held or effect.key == world.promised
+            assert state.mode != "install" or effect.key == STAGED, "what was staged is installed, nothing else"
         else:
             assert effect.dirty == world.ever_read
             assert effect.dirty == state.touched
@@ -257,7 +267,8 @@ def small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def walk(mode: Mode, had_copy: bool) -> tuple[int, set[tuple[str, bool, bool, bool]]]:
     """Visit every state; return how many there are and how rounds end (error, dirty, held, uncertain)."""
-    state = RoundState(3, None, mode, (1, 6), True, DEADLINE_S, had_copy)
+    have = STAGED if mode == "install" else (1, 6)
+    state = RoundState(3, None, mode, have, True, DEADLINE_S, had_copy)
     start = take(World(state, had_copy), Begin())
     seen, todo, ends = {start.key()}, deque([start]), set()
     while todo:
@@ -275,12 +286,15 @@ def walk(mode: Mode, had_copy: bool) -> tuple[int, set[tuple[str, bool, bool, bo
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("mode", "had_copy"), [("update", True), ("replicate", False)])
+@pytest.mark.parametrize(
+    ("mode", "had_copy"),
+    [("update", True), ("replicate", False), ("stage", False), ("install", True), ("install", False)],
+)
 def test_every_order_of_events_keeps_the_rules(mode: Mode, had_copy: bool) -> None:
     states, ends = walk(mode, had_copy)
-    assert states > 5000
+    assert states > (100 if mode == "install" else 5000)
     assert ("NoneType", False, False, False) in ends
-    assert (("NoneType", False, True, False) in ends) == (mode == "update")
+    assert (("NoneType", False, True, False) in ends) == (mode != "replicate")
     for error in ("DeadlineExceeded", "KeyboardInterrupt", "StateError", "VersionUnavailable"):
         assert (error, False, False, False) in ends
         assert (error, True, False, False) in ends
@@ -350,3 +364,15 @@ def test_a_machine_that_breaks_a_rule_is_caught(
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
         walk("update", True)
+
+
+def test_a_machine_that_installs_whatever_it_is_told_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = machine.promised
+
+    def promised(s: Step, promise: Promise) -> None:
+        s.state.have = (promise.epoch, promise.number)
+        real(s, promise)
+
+    monkeypatch.setattr(machine, "promised", promised)
+    with pytest.raises(AssertionError, match="nothing else"):
+        walk("install", True)
