@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from tensorhub_core.ids import CopyId
-from tensorhub_core.state.records import CopyState, Group, ModelState, ServerState
+from tensorhub_core.state.records import UNFINISHED, CopyState, Group, ModelState, ServerState
 
 
 def check(state: ServerState) -> list[str]:
@@ -95,15 +95,17 @@ def l12_first_manifest_binds(state: ServerState) -> Iterator[str]:
 
 
 def l13_filling_needs_a_round(state: ServerState) -> Iterator[str]:
-    """Memory counts as filling only while its round is open."""
+    """Memory counts as filling, or is awaited, only while its round is open."""
     for copy in state.copies.values():
-        if copy.state is not CopyState.FILLING:
+        if copy.state not in UNFINISHED:
             continue
         worker = state.workers[copy.worker]
         current = _model_of(state, copy.worker).groups[worker.replica].open_round()
         if current is None or current.key != copy.key or worker.shard not in current.joined:
             yield f"copy {copy.id} fills without a round"
-        elif (current.mode == "stage") != (copy is worker.staged):
+        elif (copy.state is CopyState.AWAITED) != (copy is worker.awaited) or (copy.prefix and copy is worker.awaited):
+            yield f"copy {copy.id} is {copy.state} with {copy.prefix} segments"
+        elif copy is not worker.awaited and (current.mode == "stage") != (copy is worker.staged):
             yield f"copy {copy.id} fills the wrong memory in a round of mode {current.mode}"
 
 
@@ -139,7 +141,7 @@ def l14_no_circles(state: ServerState) -> Iterator[str]:
             if here.id in seen:
                 continue
             seen.add(here.id)
-            if here.state is CopyState.FILLING:
+            if here.state in UNFINISHED:
                 follows = [state.leases[i].copy for i in state.workers[here.worker].leases]
                 if copy.id in follows:
                     yield f"copy {copy.id} follows itself"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tensorhub_core.ids import CopyId, LeaseId, VersionKey
 from tensorhub_core.state.context import Step
 from tensorhub_core.state.messages import LeaseLost, Ok, Source, SourceProgress
-from tensorhub_core.state.records import Copy, CopyState, Group, Lease, ModelState, Worker
+from tensorhub_core.state.records import UNFINISHED, Copy, Group, Lease, ModelState, Worker
 
 
 def grant(s: Step, group: Group, shard: int, round_number: int, copy: Copy) -> Lease:
@@ -33,7 +33,7 @@ def source_of(s: Step, lease_id: LeaseId) -> Source:
         layout=copy.memory.layout,
         placement=copy.memory.placement,
         sums=copy.sums,
-        whole=copy.state is not CopyState.FILLING,
+        whole=copy.state not in UNFINISHED,
         prefix=copy.prefix,
     )
 
@@ -76,6 +76,8 @@ def drop_copy(s: Step, copy: Copy, reason: str) -> None:
         holder.copy = None
     if holder.staged is copy:
         holder.staged = None
+    if holder.awaited is copy:
+        holder.awaited = None
     forget_holder(s, holder, copy.key)
     for lease_id in sorted(copy.leases):
         revoke_lease(s, lease_id, reason)
@@ -113,6 +115,16 @@ def add_copy(s: Step, worker: Worker, copy: Copy, *, staged: bool = False) -> No
         worker.staged = copy
     else:
         worker.copy = copy
+    _hold(s, worker, copy)
+
+
+def add_awaited(s: Step, worker: Worker, copy: Copy) -> None:
+    """Make a copy the one that the worker will fill next."""
+    worker.awaited = copy
+    _hold(s, worker, copy)
+
+
+def _hold(s: Step, worker: Worker, copy: Copy) -> None:
     s.state.copies[copy.id] = copy
     s.model(worker).holders.setdefault(copy.key, set()).add(worker.replica)
     s.touch(worker)
@@ -120,7 +132,7 @@ def add_copy(s: Step, worker: Worker, copy: Copy, *, staged: bool = False) -> No
 
 def tell_followers(s: Step, copy: Copy) -> None:
     """Tell the readers of a copy how far they may read."""
-    whole = copy.state is not CopyState.FILLING
+    whole = copy.state not in UNFINISHED
     for lease_id in sorted(copy.leases):
         lease = s.state.leases[lease_id]
         s.push(s.state.workers[lease.reader], SourceProgress(lease_id, copy.prefix, whole))

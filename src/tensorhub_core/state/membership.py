@@ -192,6 +192,8 @@ def register(s: Step, worker: Worker, request: int, m: Register) -> None:
         return s.fail(worker, request, StateError(text))
     if worker.memory != memory:
         worker.staging = None
+        if worker.awaited is not None:
+            drop_copy(s, worker.awaited, "its holder registered other memory")
     worker.memory = memory
     s.touch(worker)
     s.reply(worker, request, Ok())
@@ -246,7 +248,7 @@ def suspect(s: Step, worker: Worker) -> None:
         s.log("warning", f"{worker.model}/{worker.replica}/{worker.shard} ({worker.id}) is silent: suspected")
     for lease_id in sorted(worker.leases):
         end_lease(s, lease_id)
-    copy = worker.filling()
+    copy = worker.unfinished()
     if copy is not None:
         copy.prefix = 0
         for lease_id in sorted(copy.leases):

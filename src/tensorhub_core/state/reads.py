@@ -9,7 +9,6 @@ from tensorhub_core.state.leases import (
     add_copy,
     drop_copy,
     end_lease,
-    new_copy_id,
     revoke_lease,
     source_of,
     tell_followers,
@@ -26,9 +25,9 @@ from tensorhub_core.state.messages import (
     Promise,
     Relocate,
 )
-from tensorhub_core.state.records import Copy, CopyState, Group, Round, Worker
+from tensorhub_core.state.records import Copy, CopyState, Group, Registration, Round, Worker
 from tensorhub_core.state.rounds import abort, drop_leases, leases_stand, no_source_left
-from tensorhub_core.state.sourcing import depth_below, lease_shard
+from tensorhub_core.state.sourcing import await_copy, lease_shard, new_copy, raw_sums
 from tensorhub_core.state.versions import bind_manifest, note_offered, note_whole, show
 
 
@@ -53,24 +52,23 @@ def filling(s: Step, worker: Worker, request: int, m: Filling) -> None:
     if old is not None:
         drop_copy(s, old, "overwritten")
     assert key is not None
-    sums = raw_sums(s, current, worker)
-    offered = current.joined[worker.shard].offer and current.kind != "install"
-    state = CopyState.FILLING
     worker.dirty = worker.dirty or not staged
-    copies = [s.state.copies[s.state.leases[i].copy] for i in worker.leases]
-    depth = depth_below(copies)
-    copy = Copy(new_copy_id(s), worker.id, key, memory, state, sums, 0, offered, depth, 0, s.now)
+    copy = take_awaited(s, worker, memory)
+    if copy is None:
+        copy = new_copy(s, worker, current, memory)
+    copy.state, copy.started_s = CopyState.FILLING, s.now
     add_copy(s, worker, copy, staged=staged)
     s.reply(worker, request, Ok())
 
 
-def raw_sums(s: Step, current: Round, worker: Worker) -> Digest:
-    """Return the sums of a shard's sources if they have the shard's own layout, else nothing."""
-    leases = current.leases.get(worker.shard, [])
-    copies = [s.state.copies[s.state.leases[i].copy] for i in leases if i in s.state.leases]
-    sums = {copy.sums for copy in copies}
-    own = worker.memory is not None and all(copy.memory.layout == worker.memory.layout for copy in copies)
-    return sums.pop() if own and len(sums) == 1 else Digest(b"")
+def take_awaited(s: Step, worker: Worker, memory: Registration) -> Copy | None:
+    """Return the copy that readers queue behind, now that its bytes are on their way into this memory."""
+    copy, worker.awaited = worker.awaited, None
+    if copy is None or copy.memory == memory:
+        return copy
+    worker.awaited = copy
+    drop_copy(s, copy, "its holder fills other memory")
+    return None
 
 
 def announce(s: Step, worker: Worker, request: int, m: Announce) -> None:
@@ -117,9 +115,9 @@ def relocate(s: Step, worker: Worker, request: int, m: Relocate) -> None:
 
 def refresh_sums(s: Step, current: Round, worker: Worker) -> None:
     """Let a filling copy be verified against its new source; a copy that reads another layout offers no prefix."""
-    copy = worker.filling()
+    copy = worker.unfinished()
     if copy is None:
-        return
+        return await_copy(s, worker, current)
     sums = raw_sums(s, current, worker)
     if sums != copy.sums:
         copy.sums, copy.prefix = sums, 0

@@ -35,6 +35,8 @@ class MachineConfig:
     max_name_bytes: int = 1_024
     max_blob_bytes: int = 1 << 30
     max_deferred: int = 64
+    worth_waiting_bytes: int = 16 << 20
+    """A smaller shard is read from a busy holder sooner than from a reader that has yet to begin."""
     kept_versions: int = 64
     kept_rounds: int = 8
 
@@ -42,10 +44,16 @@ class MachineConfig:
 class CopyState(Enum):
     """What a copy may be used for."""
 
+    AWAITED = "awaited"
+    """Promised to its holder, which has not begun to fill it; readers may queue behind it already."""
     FILLING = "filling"
     HELD = "held"
     PUBLISHED = "published"
     DRAINING = "draining"
+
+
+UNFINISHED = (CopyState.AWAITED, CopyState.FILLING)
+"""States in which a copy gets its bytes from others."""
 
 
 @dataclass(slots=True)
@@ -110,18 +118,24 @@ class Worker:
     copy: Copy | None = None
     staged: Copy | None = None
     """A second copy, in the staging memory: a source like any other, but not what the worker holds."""
+    awaited: Copy | None = None
+    """What the worker will fill as soon as its old copy is withdrawn; takes the place of one of the others then."""
     unpublish_request: int | None = None
     unstage_request: int | None = None
     leases: set[LeaseId] = field(default_factory=set)
     """Leases this worker reads under."""
 
     def copies(self) -> list[Copy]:
-        """Return the worker's copies: in its registered memory, then in its staging memory."""
-        return [copy for copy in (self.copy, self.staged) if copy is not None]
+        """Return the worker's copies: in its registered memory, in its staging memory, and the one it will fill."""
+        return [copy for copy in (self.copy, self.staged, self.awaited) if copy is not None]
 
     def filling(self) -> Copy | None:
         """Return the copy that the worker's round fills; there is at most one."""
         return next((copy for copy in self.copies() if copy.state is CopyState.FILLING), None)
+
+    def unfinished(self) -> Copy | None:
+        """Return the copy that the worker's round fills or is about to fill."""
+        return self.filling() or self.awaited
 
     def copy_of(self, key: VersionKey, states: Collection[CopyState]) -> Copy | None:
         """Return a copy of a version in one of these states, one that takes new readers before a draining one."""

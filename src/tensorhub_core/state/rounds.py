@@ -23,8 +23,8 @@ from tensorhub_core.state.messages import (
     Promise,
     RoundAborted,
 )
-from tensorhub_core.state.records import CopyState, Group, Joined, ModelState, Round, Worker
-from tensorhub_core.state.sourcing import describe_holders, lease_shard
+from tensorhub_core.state.records import UNFINISHED, CopyState, Group, Joined, ModelState, Round, Worker
+from tensorhub_core.state.sourcing import await_copy, describe_holders, lease_shard
 from tensorhub_core.state.versions import (
     current_epoch,
     highest_number,
@@ -111,6 +111,7 @@ def tell_promise(s: Step, worker: Worker, current: Round) -> None:
     if request is not None:
         sources = tuple(source_of(s, lease) for lease in current.leases.get(worker.shard, []))
         s.reply(worker, request, Promise(current.number, *current.key, sources))
+        await_copy(s, worker, current)
 
 
 def settle_round(s: Step, model: ModelState, replica: ReplicaName) -> None:
@@ -189,7 +190,7 @@ def holds(worker: Worker, current: Round, key: VersionKey) -> bool:
     if joined is not None and joined.have == key:
         return True
     copies = worker.copies() if current.kind == "stage" else [worker.copy]
-    return any(c is not None and c.key == key and c.state is not CopyState.FILLING for c in copies)
+    return any(c is not None and c.key == key and c.state not in UNFINISHED for c in copies)
 
 
 def leases_stand(s: Step, current: Round, shard: int) -> bool:
@@ -235,7 +236,7 @@ def abort(s: Step, group: Group, current: Round, error: TensorHubError, told: in
         joined = current.joined.get(worker.shard)
         if joined is None:
             continue
-        copy = worker.filling()
+        copy = worker.unfinished()
         if copy is not None and copy.key == current.key:
             drop_copy(s, copy, "its round was aborted")
         request = joined.join_request if joined.join_request is not None else joined.done_request
