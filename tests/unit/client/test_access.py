@@ -17,6 +17,7 @@ from tensorhub_core.errors import DeadlineExceeded, ServerUnreachable, StateErro
 from tensorhub_core.layout.canonical import build_layout, digest_of, encode_layout
 from tensorhub_core.layout.types import Placement, TensorSpec
 from tensorhub_core.state.messages import Blob, GetBlob, Ok, Reply, Request, Source
+from tensorhub_core.transport.description import encode_description, encode_offer
 
 LAYOUT = build_layout(
     [TensorSpec("a", "float32", (4096,)), TensorSpec("b", "uint8", (0, 3)), TensorSpec("c", "bfloat16", ())],
@@ -25,6 +26,7 @@ LAYOUT = build_layout(
     segment_bytes=4096,
 )
 SUMS = np.arange(5, dtype=np.uint64)
+AUTO = encode_offer("agent", None, False, [encode_description(way, "agent", b"") for way in ("tcp", "cma")])
 
 
 def placement(**more: Any) -> Placement:
@@ -95,11 +97,37 @@ def test_a_source_is_described_from_its_blobs_and_they_are_fetched_once() -> Non
     assert whole.prefix == 5
 
 
+@pytest.mark.parametrize(
+    ("reads", "serves", "agent", "fits"),
+    [
+        ("auto", "auto", AUTO, True),
+        ("tcp", "auto", AUTO, True),
+        ("nixl", "auto", AUTO, False),
+        ("nixl", "auto", b"", True),  # a source of empty tensors serves nothing, and there is nothing to read
+        ("auto", "nixl", b"its own", True),
+        ("auto", "memory", b"its own", False),
+        ("tcp", "tcp", b"its own", True),
+        ("tcp", "cma", b"its own", False),
+    ],
+)
+def test_a_source_and_its_reader_need_a_way_in_common(reads: str, serves: str, agent: bytes, fits: bool) -> None:
+    server = Server()
+    source = server.source(place=msgspec.msgpack.encode(placement(transport=serves, agent=agent)))
+    book = SourceBook(server.call, reads)
+    if fits:
+        assert book.access([source], {}, soon())[0].description == agent
+    else:
+        with pytest.raises(SourceFault, match=f"reached by '{serves}', this worker reads by '{reads}'"):
+            book.access([source], {}, soon())
+
+
 HOSTILE: dict[str, dict[str, Any]] = {
     "layout is noise": {"layout": b"\xff" * 100},
     "layout is empty": {"layout": b""},
     "placement is noise": {"place": b"\x93\x01"},
     "placement of another transport": {"place": msgspec.msgpack.encode(placement(transport="nixl"))},
+    "placement of other ways": {"place": msgspec.msgpack.encode(placement(transport="auto", agent=AUTO))},
+    "placement of an agent that is noise": {"place": msgspec.msgpack.encode(placement(transport="auto"))},
     "too few addresses": {"place": msgspec.msgpack.encode(placement(addresses=bytes(16)))},
     "too many devices": {"place": msgspec.msgpack.encode(placement(devices=bytes(4)))},
     "device not listed": {"place": msgspec.msgpack.encode(placement(devices=b"\0\0\1"))},
