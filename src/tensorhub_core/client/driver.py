@@ -259,7 +259,7 @@ class RoundDriver:
             own = self._parts.memory.layout
             if self._parts.check is not None and any(layout != own for layout in layouts):
                 self._parts.check(layouts)
-            plan = plan_read(own, layouts, sums)
+            plan = plan_read(own, layouts, sums, self._parts.memory.table)
         except SourceFault as fault:
             get_logger("client").warning("cannot read from %s: %s", self._replica_of(fault.lease), fault.error)
             return self.post(PlanFailed(fault.error, fault.lease))

@@ -24,7 +24,7 @@ from tensorhub_core.clock import Clock
 from tensorhub_core.errors import TransportError
 from tensorhub_core.transport.base import Batch, Progress, ReadId, ReadState, Transport
 
-MOST_RUNS = 256
+MOST_RUNS = 1024
 _POLL_PAUSE_S = 50e-6
 _ORDER_PAUSE_S = 0.05
 _VERIFY_TIMEOUT_S = 60.0

@@ -56,7 +56,7 @@ class Schedule:
         self.staged: NDArray[np.bool_] = ~plan.direct[self.read]
         storage = plan.storage[self.read]
         self.local: NDArray[np.uint64] = destination.addresses[storage] + plan.offset_bytes[self.read]
-        names = sorted({"cpu", *destination.devices, *(name for source in sources for name in source.devices)})
+        names = sorted({"cpu"}.union(destination.devices, *(source.devices for source in sources)))
         self.devices: tuple[str, ...] = tuple(names)
         here = _codes(destination.devices, names)[storage]
         self.local_device = np.where(self.staged, names.index("cpu"), here)
@@ -168,4 +168,6 @@ class _Way:
 
 def _codes(devices: Sequence[str], names: Sequence[str]) -> NDArray[np.int64]:
     index = {name: number for number, name in enumerate(names)}
+    if len(set(devices)) == 1:  # nearly always; there may be tens of thousands
+        return np.full(len(devices), index[devices[0]], np.int64)
     return np.array([index[device] for device in devices], np.int64)

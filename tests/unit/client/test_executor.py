@@ -11,6 +11,7 @@ import pytest
 
 from tensorhub_core.client.executor import ReadExecutor
 from tensorhub_core.client.flow import FlowSettings
+from tensorhub_core.client.pump import MOST_RUNS
 from tensorhub_core.client.reading import ReadEnd
 from tensorhub_core.errors import StateError, TransportError
 from tensorhub_core.layout.plan import plan_read
@@ -76,7 +77,7 @@ def test_many_small_tensors_share_batches_and_neighbours_share_runs(worlds: list
     executor.close()
     assert outcome.end is ReadEnd.VERIFIED
     assert np.array_equal(into.reshape(-1, 64)[order], flat.reshape(-1, 64))
-    assert max(len(batch.local) for batch in counting.batches) <= 256
+    assert max(len(batch.local) for batch in counting.batches) <= MOST_RUNS
     assert sum(len(batch.local) for batch in counting.batches) < 1600
     assert len(counting.batches) < 20
 
