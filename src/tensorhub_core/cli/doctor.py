@@ -19,6 +19,8 @@ from tensorhub_core.cli.common import existing_server, printable, server_option
 from tensorhub_core.client.oneshot import ask
 from tensorhub_core.errors import TensorHubError
 from tensorhub_core.state.messages import GetStatus, StatusReply
+from tensorhub_core.transport.host import Host
+from tensorhub_core.transport.paths import Side, forecast
 from tensorhub_core.transport.registry import TRANSPORTS, why_unavailable
 
 _FEW_FILES = 1024
@@ -35,6 +37,23 @@ class TransportFinding:
     gb_per_s: float | None
     probe_bytes: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What `auto` takes between two processes like this one, for CPU memory; `transport` is "nothing" if none works."""
+
+    transport: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AutoFinding:
+    """What `auto` takes within this machine, between two like it, and for memory of devices."""
+
+    within_machine: Choice
+    between_machines: Choice
+    devices: Choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +75,7 @@ class Findings:
     system: str
     packages: dict[str, str | None]
     transports: tuple[TransportFinding, ...]
+    auto: AutoFinding
     network_cards: tuple[machine.Nic, ...]
     rdma_ports: tuple[machine.RdmaPort, ...]
     ucx: machine.Ucx
@@ -81,7 +101,8 @@ class Findings:
 def doctor(as_json: bool, probe_bytes: int, server: str | None) -> None:
     """Say which transports work on this machine and how fast, what they have to work with, and if a hub answers.
 
-    Exits with 1 only if no transport moves bytes from one process to another.
+    Exits with 1 only if no transport moves bytes from one process to another. NIXL need not be there: it is for RDMA
+    and GPU memory.
     """
     findings = examine(server, probe_bytes)
     if as_json:
@@ -89,19 +110,22 @@ def doctor(as_json: bool, probe_bytes: int, server: str | None) -> None:
     else:
         Console().print(render(findings))
     if not findings.healthy:
-        click.echo("Error: no transport works here: `pip install nixl`, or see the reasons above", err=True)
+        click.echo("Error: no transport works here: see the reasons above", err=True)
         click.get_current_context().exit(1)
 
 
 def examine(server: str | None, probe_bytes: int) -> Findings:
     """Look at everything; takes some seconds."""
+    transports = tuple(examine_transport(name, probe_bytes) for name in TRANSPORTS)
+    rdma_ports = machine.rdma_ports()
     return Findings(
         python=platform.python_version(),
         system=platform.platform(),
         packages={name: _installed(name) for name in _PACKAGES},
-        transports=tuple(examine_transport(name, probe_bytes) for name in TRANSPORTS),
+        transports=transports,
+        auto=examine_auto({found.name for found in transports if found.works}, bool(rdma_ports)),
         network_cards=machine.network_cards(),
-        rdma_ports=machine.rdma_ports(),
+        rdma_ports=rdma_ports,
         ucx=machine.ucx(),
         cross_memory=machine.cross_memory(),
         limits=machine.limits(),
@@ -116,6 +140,19 @@ def examine_transport(name: str, probe_bytes: int) -> TransportFinding:
         return TransportFinding(name, False, False, None, 0, reason)
     result = loopback.probe(name, probe_bytes)
     return TransportFinding(name, True, result.works, result.gb_per_s, result.probe_bytes, result.reason)
+
+
+def examine_auto(working: set[str], rdma: bool) -> AutoFinding:
+    """Say what `auto` would take with the transports that work."""
+    within, between = forecast(Side(frozenset(working), Host("this machine", 0, 0), rdma))
+    devices = Choice("nixl", "memory of a device")
+    if "nixl" not in working:
+        devices = Choice("nothing", "memory of a GPU needs NIXL: pip install 'tensorhub-core[nixl]'")
+    return AutoFinding(
+        within_machine=Choice(within.transport, within.reason),
+        between_machines=Choice(between.transport, between.reason),
+        devices=devices,
+    )
 
 
 def examine_server(server: str | None) -> ServerFinding:
@@ -171,9 +208,22 @@ def _transports(findings: Findings) -> Table:
     table = _table()
     for found in findings.transports:
         rate = "" if found.gb_per_s is None else f"{found.gb_per_s:.2f} GB/s from a process on this machine"
-        mark = _mark(found.works, no="does not load" if not found.loads else "fails")
+        mark = _mark(found.works or _not_needed(findings, found), no="does not load" if not found.loads else "fails")
         table.add_row(Text(f"  {found.name}"), mark, Text(rate or found.reason))
+    auto = findings.auto
+    for where, choice in (
+        ("within this machine", auto.within_machine),
+        ("between machines", auto.between_machines),
+        ("GPU memory", auto.devices),
+    ):
+        about = Text(f"{where}: {choice.reason}")
+        table.add_row(Text("  auto"), _mark(choice.transport != "nothing" or None, choice.transport, "nothing"), about)
     return table
+
+
+def _not_needed(findings: Findings, found: TransportFinding) -> bool | None:
+    """Return None (no cause for alarm) for a transport that is missing where others do all there is to do."""
+    return None if findings.healthy and not found.loads else False
 
 
 def _network(findings: Findings) -> Table:
@@ -185,7 +235,7 @@ def _network(findings: Findings) -> Table:
     for port in findings.rdma_ports:
         table.add_row(Text(f"  {port.device}:{port.port}"), Text(port.state), Text(f"{port.link_layer}  {port.rate}"))
     if not findings.rdma_ports:
-        table.add_row(Text("  RDMA"), _mark(None), Text("no RDMA device: transfers go over TCP and shared memory"))
+        table.add_row(Text("  RDMA"), _mark(None), Text("no RDMA device: between machines transfers go over TCP"))
     ucx = findings.ucx
     about = ", ".join(ucx.devices) or ucx.reason
     table.add_row(Text("  UCX"), _mark(bool(ucx.devices), ucx.version or "found"), Text(about))

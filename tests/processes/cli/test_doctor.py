@@ -10,18 +10,26 @@ from click.testing import CliRunner
 
 from tensorhub_core.cli import doctor
 from tests.processes.cli.commands import tensorhub
+from tests.transport.lab import HAS_NIXL
 
 
 def test_json_says_what_works(hub: str) -> None:
-    pytest.importorskip("nixl")
     ended = tensorhub("doctor", "--json", "--probe-bytes", 8 << 20, "--server", hub)
     assert ended.code == 0, ended.err
     found = json.loads(ended.out)
-    (nixl,) = [transport for transport in found["transports"] if transport["name"] == "nixl"]
-    assert (nixl["loads"], nixl["works"], nixl["reason"], nixl["probe_bytes"]) == (True, True, "", 8 << 20)
-    assert nixl["gb_per_s"] > 0
+    transports = {transport.pop("name"): transport for transport in found["transports"]}
+    assert set(transports) == {"nixl", "tcp", "cma"}
+    for name in transports if HAS_NIXL else ("tcp", "cma"):
+        rate = transports[name].pop("gb_per_s")
+        assert rate > 0, name
+        assert transports[name] == {"loads": True, "works": True, "reason": "", "probe_bytes": 8 << 20}, name
+    assert {where: choice["transport"] for where, choice in found["auto"].items()} == {
+        "within_machine": "cma",
+        "between_machines": "nixl" if found["rdma_ports"] and HAS_NIXL else "tcp",
+        "devices": "nixl" if HAS_NIXL else "nothing",
+    }
     assert {card["name"] for card in found["network_cards"]} == {name for _, name in socket.if_nameindex()}
-    assert "tcp/lo" in found["ucx"]["devices"]
+    assert not HAS_NIXL or "tcp/lo" in found["ucx"]["devices"]
     assert found["server"]["address"] == hub
     assert found["server"]["reachable"] is True
 
@@ -39,5 +47,19 @@ def test_nothing_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "why_unavailable", lambda name: "not installed")
     ended = CliRunner().invoke(doctor.doctor, ["--json"])
     assert ended.exit_code == 1
-    assert all(t["reason"] == "not installed" for t in json.loads(ended.stdout)["transports"])
+    found = json.loads(ended.stdout)
+    assert all(t["reason"] == "not installed" for t in found["transports"])
+    assert {choice["transport"] for choice in found["auto"].values()} == {"nothing"}
     assert "no transport works here" in ended.stderr
+
+
+def test_a_machine_without_nixl_is_fine_and_told_what_it_cannot_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "why_unavailable", lambda name: "pip install nixl" if name == "nixl" else "")
+    arguments = ["--probe-bytes", str(1 << 20), "--server", "tcp://127.0.0.1:9"]
+    ended = CliRunner(env={"TENSORHUB_CONNECT_TIMEOUT_S": "0.3"}).invoke(doctor.doctor, arguments)
+    assert ended.exit_code == 0, ended.output
+    text = " ".join(ended.stdout.split())
+    assert "nixl does not load pip install nixl" in text
+    assert "auto cma within this machine: both processes are on this machine" in text
+    assert "auto tcp between machines: not both sides have RDMA" in text
+    assert "auto nothing GPU memory: memory of a GPU needs NIXL" in text
