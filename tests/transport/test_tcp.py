@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import mmap
 import os
 import signal
@@ -203,7 +204,7 @@ def test_a_reader_that_takes_nothing_is_given_up_and_may_come_again(sides: Calla
         server.stop()
 
 
-def test_two_hundred_readers_at_once_and_one_too_many(sides: Callable[..., Side]) -> None:
+def test_two_hundred_readers_at_once(sides: Callable[..., Side]) -> None:
     server_side = sides(MIB, seed=4)
     readers = [sides(4096) for _ in range(200)]
     description = server_side.transport.describe()
@@ -214,17 +215,28 @@ def test_two_hundred_readers_at_once_and_one_too_many(sides: Callable[..., Side]
     for at, (side, read) in enumerate(zip(readers, reads, strict=True)):
         assert side.end_of(read) is ReadState.DONE
         assert np.array_equal(side.memory, server_side.memory[at : at + 4096])
-    full = TcpServer("full", None, SystemClock(), ServingLimits(readers=2))
+
+
+def test_idle_readers_make_room_for_others_and_busy_ones_do_not(sides: Callable[..., Side]) -> None:
+    memory, readers = _seeded(12, 32 * MIB), [sides(32 * MIB) for _ in range(3)]
+    regions = [Region(memory.ctypes.data, memory.nbytes)]
+    server = TcpServer("small", None, SystemClock(), ServingLimits(readers=2, idle_s=0.0))
+    server.allowed = Extents(regions)
+    offer = described("small", TcpOffer(server.secret, None, server.endpoints, pack_regions(regions)))
     try:
-        offer = described("full", TcpOffer(full.secret, None, full.endpoints, b""))
-        first, _ = (side.transport.attach(offer) for side in readers[:2])
+        peers = [side.transport.attach(offer) for side in readers]
+        for side, peer in zip(readers, peers, strict=True):
+            assert np.array_equal(side.read(peer, memory.ctypes.data, MIB), memory[:MIB])
+        reads = [side.post(peer, memory.ctypes.data, memory.nbytes) for side, peer in zip(readers, peers, strict=True)]
+        wait_until(lambda: sum(each.admitted and each.idle_since_s == math.inf for each in server._connections) == 2)
         with pytest.raises(TransportError, match="as many readers as it can"):
-            readers[2].transport.attach(offer)
-        readers[0].transport.detach(first)
-        wait_until(lambda: full._readers == 1)
-        readers[2].transport.attach(offer)
+            sides(16).transport.attach(offer)
+        states = [side.end_of(read) for side, read in zip(readers, reads, strict=True)]
+        assert states.count(ReadState.DONE) == 2
+        wait_until(lambda: server._readers == 2)
+        sides(16).transport.attach(offer)
     finally:
-        full.stop()
+        server.stop()
 
 
 def test_descriptions_of_thousands_of_regions(sides: Callable[..., Side]) -> None:

@@ -36,7 +36,7 @@ from tests.transport.lab import SENTINEL, batch
 pytestmark = pytest.mark.timeout(60)
 
 SIZE = 1 << 20
-QUICK = ServingLimits(strangers=4, stranger_s=0.3, frame_s=0.3, stalled_s=0.5)
+QUICK = ServingLimits(strangers=4, stranger_s=0.3, grace_s=0.1, frame_s=0.3, stalled_s=0.5)
 
 
 class Source:

@@ -17,7 +17,7 @@ from tensorhub_core.transport.base import Batch, PeerId, Progress, ReadId, ReadS
 from tensorhub_core.transport.description import decode_description, encode_description
 from tensorhub_core.transport.extents import Extents, pack_regions
 from tensorhub_core.transport.host import this_host
-from tensorhub_core.transport.tcp_addresses import order_of_trying
+from tensorhub_core.transport.tcp_addresses import order_of_trying, share_loopback
 from tensorhub_core.transport.tcp_memory import Vector, address_space, sound
 from tensorhub_core.transport.tcp_reading import TcpConnection, TcpRead, connect_first
 from tensorhub_core.transport.tcp_serving import TcpServer
@@ -123,7 +123,7 @@ class TcpTransport:
         regions = Extents.unpack(offer.regions)
         known = self._known(found.agent)
         if known is None or self._peers[known].secret != offer.secret or not self._alive(self._peers[known].connection):
-            groups = order_of_trying(offer.endpoints, self._host is not None and self._host == offer.host)
+            groups = order_of_trying(offer.endpoints, share_loopback(self._host, offer.host))
             connection = connect_first(groups, found.agent, offer.secret, self._clock, self._connect_timeout_s)
             if known is not None:
                 self.detach(known)

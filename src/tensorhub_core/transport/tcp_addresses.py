@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorhub_core.errors import TransportError
+from tensorhub_core.transport.host import Host
 from tensorhub_core.transport.tcp_wire import MOST_ENDPOINTS, Endpoint
 
 USER_TIMEOUT_S = 30
@@ -90,6 +91,13 @@ def _numeric(sockaddr: int) -> str | None:
         address = socket.inet_ntop(family, ctypes.string_at(sockaddr + 8, 16))
         return None if ipaddress.ip_address(address).is_link_local else address
     return None
+
+
+def share_loopback(one: Host | None, other: Host | None) -> bool:
+    """Tell whether both have the same loopback: a machine and, of it, a network namespace."""
+    if one is None or other is None:
+        return False
+    return (one.boot_id, one.net_namespace) == (other.boot_id, other.net_namespace)
 
 
 def order_of_trying(endpoints: Sequence[Endpoint], same_host: bool) -> list[list[Endpoint]]:

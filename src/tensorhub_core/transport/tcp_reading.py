@@ -130,7 +130,12 @@ class TcpConnection:
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
 
     def post(self, request: bytes, read: TcpRead) -> None:
-        """Ask for a read, and send what the socket takes; raises TransportError if too much was asked for."""
+        """Ask for a read, and send what the socket takes.
+
+        Raises TransportError if the connection has ended, or too much was asked for.
+        """
+        if self.closed:
+            raise TransportError(f"{self.endpoint}: {self.error}")
         if len(self._reads) >= MOST_READS or len(self._unsent) > _MOST_UNSENT_BYTES:
             raise TransportError(f"{self.endpoint} has {len(self._reads):,} reads to answer: poll them first")
         self._posted = (self._posted + 1) & 0xFFFF

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import secrets
 import selectors
 import socket
@@ -38,23 +39,26 @@ from tensorhub_core.transport.tcp_wire import (
 )
 
 _STOP_S = 15.0
-_ACCEPT_PAUSE_S = 0.1
+_ACCEPT_PAUSE_S = 0.05
 _RECEIVE_BYTES = 64 << 10
 _SEND_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingLimits:
-    """What peers may cost: `readers` are served at once, and of those that have not proved anything yet one more than
-    `strangers` ends the oldest.
+    """What peers may cost.
 
-    A connection may take `stranger_s` to prove itself, a request `frame_s` to arrive once it has begun, and a reader
-    that takes nothing for `stalled_s` is given up.
+    `readers` are served at once: one more takes the place of the one that has asked for nothing for longest, and for at
+    least `idle_s`, which costs that one a new connection when it asks again. `strangers` may try to prove themselves at
+    once, each for `stranger_s`; if they are too many, the oldest makes room after `grace_s`. A request has to arrive
+    within `frame_s` once it has begun, and a reader that takes nothing for `stalled_s` is given up.
     """
 
     readers: int = 256
-    strangers: int = 64
+    idle_s: float = 5.0
+    strangers: int = 128
     stranger_s: float = 5.0
+    grace_s: float = 1.0
     frame_s: float = 5.0
     stalled_s: float = USER_TIMEOUT_S
 
@@ -84,7 +88,11 @@ class TcpServer:
         self._readers = 0
         self._waker, self._wake = socket.socketpair()
         self._acceptor = threading.Thread(target=self._accept, name="tensorhub-tcp-accept", daemon=True)
-        self._acceptor.start()
+        try:
+            self._acceptor.start()
+        except RuntimeError as error:
+            self._close()
+            raise TransportError(f"no thread can be started: {error}") from None
 
     def stop(self) -> None:
         """End all connections and threads; after it no thread can touch the memory any more.
@@ -102,10 +110,7 @@ class TcpServer:
         self._acceptor.join(_STOP_S)
         for thread in threads:
             thread.join(max(0.0, end - self.clock.now()))
-        for opened in (*self._listeners, self._waker, self._wake):
-            with contextlib.suppress(OSError):
-                opened.shutdown(socket.SHUT_RDWR)  # a forked child may hold the same socket
-            opened.close()
+        self._close()
         if self._acceptor.is_alive() or any(thread.is_alive() for thread in threads):
             raise TransportError(
                 "a serving thread does not end: the registered memory may still be read, so do not free it; end this "
@@ -113,10 +118,10 @@ class TcpServer:
             )
 
     def admit(self, connection: _Connection) -> bool:
-        """Count a connection that has proved itself; False if there are too many."""
+        """Count a connection that has proved itself; False if there are too many that have something to do."""
         with self._lock:
             self._strangers.pop(connection, None)
-            if self._readers >= self.limits.readers:
+            if self._readers >= self.limits.readers and not self._end_idle():
                 return False
             self._readers += 1
             connection.admitted = True
@@ -131,6 +136,22 @@ class TcpServer:
             self._strangers.pop(connection, None)
             self._readers -= connection.admitted
 
+    def _close(self) -> None:
+        for opened in (*self._listeners, self._waker, self._wake):
+            with contextlib.suppress(OSError):
+                opened.shutdown(socket.SHUT_RDWR)  # a forked child may hold the same socket
+            opened.close()
+
+    def _end_idle(self) -> bool:
+        """End the reader that has asked for nothing for longest; False if all are busy. Under the lock."""
+        longest = min((each for each in self._connections if each.admitted), key=lambda each: each.idle_since_s)
+        if self.clock.now() - longest.idle_since_s < self.limits.idle_s:
+            return False
+        longest.interrupt()
+        longest.admitted = False
+        self._readers -= 1
+        return True
+
     def _accept(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._waker, selectors.EVENT_READ)
@@ -143,13 +164,29 @@ class TcpServer:
                         self._pause()
 
     def _pause(self) -> None:
-        """Wait for files or threads to become free, or for the end."""
+        """Wait until there may be room again, or for the end; meanwhile the kernel keeps who wants to connect."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._waker, selectors.EVENT_READ)
             selector.select(_ACCEPT_PAUSE_S)
 
+    def _has_room(self) -> bool:
+        """Tell whether one more stranger may come, and end the oldest one for it if that had its time."""
+        with self._lock:
+            if len(self._connections) >= self.limits.readers + 2 * self.limits.strangers:
+                return False
+            if len(self._strangers) < self.limits.strangers:
+                return True
+            oldest = next(iter(self._strangers))
+            if self.clock.now() - oldest.since_s < self.limits.grace_s:
+                return False
+            del self._strangers[oldest]
+            oldest.interrupt()
+            return True
+
     def _take(self, listener: socket.socket) -> bool:
-        """Accept one connection; False if this process has no files or threads left."""
+        """Accept one connection; False if there is no room for it, or this process has no files or threads left."""
+        if not self._has_room():
+            return False
         try:
             accepted, _ = listener.accept()
         except (BlockingIOError, ConnectionError):
@@ -157,24 +194,17 @@ class TcpServer:
         except OSError as error:
             return error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
         with self._lock:
-            if self._stopped or len(self._connections) >= self.limits.readers + 2 * self.limits.strangers:
-                accepted.close()
-                return True
-            if len(self._strangers) >= self.limits.strangers:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
-                oldest.interrupt()
             connection = _Connection(self, accepted)
             self._connections.add(connection)
             self._strangers[connection] = None
-            try:
-                connection.thread.start()
-                return True
-            except RuntimeError:
-                self._connections.discard(connection)
-                del self._strangers[connection]
-        accepted.close()
-        return False
+            started = False
+            if not self._stopped:
+                with contextlib.suppress(RuntimeError):
+                    connection.thread.start()
+                    started = True
+        if not started:
+            self.forget(connection)
+        return started
 
 
 class _Connection:
@@ -182,6 +212,9 @@ class _Connection:
 
     def __init__(self, server: TcpServer, accepted: socket.socket) -> None:
         self.admitted = False
+        self.since_s = server.clock.now()
+        self.idle_since_s = math.inf
+        """Since when it waits for a request; infinite while it answers one."""
         self.thread = threading.Thread(target=self._run, name="tensorhub-tcp-serve", daemon=True)
         self._server = server
         self._socket = accepted
@@ -208,7 +241,10 @@ class _Connection:
             self._bound(socket.SO_RCVTIMEO, limits.frame_s)
             self._bound(socket.SO_SNDTIMEO, limits.stalled_s)
             while True:
-                self._answer(*self._frame(Kind.READ, RUN_BYTES, MOST_REQUEST_BYTES))
+                self.idle_since_s = self._server.clock.now()
+                number, request = self._frame(Kind.READ, RUN_BYTES, MOST_REQUEST_BYTES)
+                self.idle_since_s = math.inf
+                self._answer(number, request)
         except (OSError, WireError, _Ended):
             pass  # a reader's trouble is its own; it finds the connection closed
         finally:

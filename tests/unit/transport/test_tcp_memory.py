@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from tensorhub_core.errors import TransportError
 from tensorhub_core.transport.base import Region
-from tensorhub_core.transport.tcp_addresses import order_of_trying
+from tensorhub_core.transport.host import Host
+from tensorhub_core.transport.tcp_addresses import order_of_trying, share_loopback
 from tensorhub_core.transport.tcp_memory import Vector, address_space, merge, sound
 from tensorhub_core.transport.tcp_wire import Endpoint
 
@@ -87,3 +88,12 @@ def test_loopback_is_tried_first_where_it_leads_to_the_source_and_nowhere_else()
     assert order_of_trying([*far, *near], same_host=True) == [near, far]
     assert order_of_trying([*far, *near], same_host=False) == [far]
     assert order_of_trying(near, same_host=False) == []
+
+
+def test_who_shares_a_loopback() -> None:
+    here = Host("boot", 1, 2)
+    assert share_loopback(here, Host("boot", 1, 2))
+    assert share_loopback(here, Host("boot", 9, 2)), "containers of one pod"
+    assert not share_loopback(here, Host("boot", 1, 3))
+    assert not share_loopback(here, Host("other", 1, 2))
+    assert not share_loopback(None, None)
