@@ -45,7 +45,8 @@ lint: setup  ## ruff, mypy, import-linter
 format: setup  ## Let ruff rewrite what it can
 	@.venv/bin/ruff check --fix . ; .venv/bin/ruff format .
 
-bench: setup  ## Measure, with ratios to raw transports in the same run
+bench: setup  ## Measure, with ratios to raw transports and to peers in the same run (links need root)
+	@.venv/bin/python bench/mooncake_env.py
 	@.venv/bin/python bench/run.py
 
 docs: setup  ## Write docs/protocol.md from the message structs

@@ -135,7 +135,10 @@ def measure(transports: Sequence[str], rounds: int) -> list[Row]:
     rows: list[Row] = []
     with Network() as network:
         hosts = {name: network.host(name, RATE_MBIT) for name in ("hub", "reader", *HOLDERS)}
-        with hub(prefix=hosts["hub"].command, bind=f"tcp://{hosts['hub'].address}:7077") as (address, _):
+        with hub("--log-level", "warning", prefix=hosts["hub"].command, bind=f"tcp://{hosts['hub'].address}:7077") as (
+            address,
+            _,
+        ):
             for transport in transports:
                 why = why_unloadable(transport)
                 if why:

@@ -36,17 +36,21 @@ READERS = {"tcp": (1, 2, 4, 8, 16), "nixl": (1, 8)}
 BASELINE_READERS = 8
 TIME_GOAL, SENT_GOAL, JOIN_GOAL = 1.25, 1.5, 1.1
 TIMEOUT_S = 120.0
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class Run:
-    """One fan-out: when all were done, what the publisher sent, who read from whom, what the CPUs did."""
+    """One fan-out: when all were done, what the publisher sent, who read from whom, what the CPUs did.
+
+    `cpu_s` is that of the publisher and the readers, `busy` the share in which the CPUs did anything, others' work too.
+    """
 
     seconds: float
     sent_bytes: int
     sources: dict[str, list[str]]
+    cpu_s: float
     busy: float
-    ended_s: dict[str, float]
 
 
 class Fleet:
@@ -80,7 +84,7 @@ class Fleet:
         """Let `count` readers replicate at once, and `late` more from half-way on; the latters' figures come apart."""
         names = self.prepare(count + late)
         publisher = self.nodes["publisher"].pid
-        sent, cpu = sent_and_received_bytes(publisher)[0], busy_and_all()
+        sent, busy, cpu_s = sent_and_received_bytes(publisher)[0], busy_and_all(), self._cpu_s(names)
         futures: dict[str, Future[Any]] = {}
         for name in names[:count]:
             futures[name] = self.nodes[name].begin("replicate", timeout_s=TIMEOUT_S)
@@ -90,8 +94,9 @@ class Fleet:
             futures[name] = self.nodes[name].begin("replicate", timeout_s=TIMEOUT_S)
             before = name
         got = {name: future.result(TIMEOUT_S) for name, future in futures.items()}
-        cpu = tuple(after - earlier for after, earlier in zip(busy_and_all(), cpu, strict=True))
         sent = sent_and_received_bytes(publisher)[0] - sent
+        busy_s, all_s = (after - earlier for after, earlier in zip(busy_and_all(), busy, strict=True))
+        cpu_s = self._cpu_s(names) - cpu_s
         for name in names:
             if self.nodes[name].do("digest") != self._digest:
                 raise SystemExit(f"{name} holds other bytes than were published")
@@ -99,8 +104,10 @@ class Fleet:
         first = [got[name] for name in names[:count]]
         seconds = max(each["ended_s"] for each in first) - min(each["began_s"] for each in first)
         sources = {name: list(each["first_s"]) for name, each in got.items()}
-        ended = {name: each["ended_s"] - each["began_s"] for name, each in got.items()}
-        return Run(seconds, sent, sources, cpu[0] / cpu[1], ended), {name: got[name] for name in names[count:]}
+        return Run(seconds, sent, sources, cpu_s, busy_s / all_s), {name: got[name] for name in names[count:]}
+
+    def _cpu_s(self, readers: Sequence[str]) -> float:
+        return sum(self.nodes[name].do("cpu") for name in ("publisher", *readers))
 
     def raw(self, count: int, at_once: bool) -> float:
         """Return the seconds that `count` raw reads from the publisher take, at once or one after the other."""
@@ -118,6 +125,11 @@ class Fleet:
         for node in self.nodes.values():
             while not node.events.empty():
                 node.events.get()
+
+
+def many(count: int) -> str:
+    """Say how many readers."""
+    return "1 reader" if count == 1 else f"{count} readers"
 
 
 def wait_for(node: Remote, least_bytes: int) -> None:
@@ -153,16 +165,18 @@ def measure_transport(crew: Fleet, counts: Sequence[int], rounds: int) -> list[R
         for count in counts:
             runs[count].append(crew.fan_out(count)[0])
     one = statistics.median(run.seconds for run in runs[1])
-    rows = [Row(f"{label}: 1 reader", one, "s")]
+    rows = [Row(f"{label}: 1 reader, time", one, "s")]
     for count in counts:
         seconds = statistics.median(run.seconds for run in runs[count])
         sent = statistics.median(run.sent_bytes for run in runs[count]) / TOTAL_BYTES
         busy = statistics.median(run.busy for run in runs[count])
+        cost = statistics.median(run.cpu_s for run in runs[count]) * GIB / (count * TOTAL_BYTES)
         goal = limit if count == 8 else lambda case, value, unit, most: Row(case, value, unit)
         if count > 1:
             rows.append(goal(f"{label}: {count} readers / 1 reader", seconds / one, "x", TIME_GOAL))
-        rows.append(goal(f"{label}: {count} readers, sent by the publisher", sent, "models", SENT_GOAL))
-        rows.append(Row(f"{label}: {count} readers, CPUs busy", 100 * busy, "%"))
+        rows.append(goal(f"{label}: {many(count)}, sent by the publisher", sent, "models", SENT_GOAL))
+        rows.append(Row(f"{label}: {many(count)}, CPU per GiB read", cost, "s/GiB"))
+        rows.append(Row(f"{label}: {many(count)}, CPUs busy with anything", 100 * busy, "%"))
         chains = [f"{name} <- {', '.join(sources)}" for name, sources in runs[count][-1].sources.items()]
         print(f"{label}, {count} readers, last round: {'; '.join(chains)}", file=sys.stderr, flush=True)
     return rows
@@ -203,7 +217,7 @@ def measure_late(crew: Fleet, rounds: int) -> list[Row]:
     return rows
 
 
-def measure(transports: Sequence[str], rounds: int) -> list[Row]:
+def measure(transports: Sequence[str], rounds: int, most_readers: int) -> list[Row]:
     """Measure every transport that loads."""
     loadable = []
     for transport in transports:
@@ -217,9 +231,12 @@ def measure(transports: Sequence[str], rounds: int) -> list[Row]:
         most = max([BASELINE_READERS + 2, *(max(READERS.get(name, (1, 8))) for name in loadable)])
         names = ["hub", "publisher", *(f"reader{number}" for number in range(most))]
         hosts = {name: network.host(name, RATE_MBIT) for name in names}
-        with hub(prefix=hosts["hub"].command, bind=f"tcp://{hosts['hub'].address}:7077") as (address, _):
+        with hub("--log-level", "warning", prefix=hosts["hub"].command, bind=f"tcp://{hosts['hub'].address}:7077") as (
+            address,
+            _,
+        ):
             for number, transport in enumerate(loadable):
-                counts = READERS.get(transport, (1, 8))
+                counts = [count for count in READERS.get(transport, (1, 8)) if count <= most_readers]
                 with fleet(hosts, address, transport, max(*counts, BASELINE_READERS + 2)) as crew:
                     rows += measure_transport(crew, counts, rounds)
                     if number == 0:
@@ -232,11 +249,13 @@ def main() -> int:
     parser = parser_of(NAME, __doc__)
     parser.add_argument("--transports", default="tcp,nixl", help="names, comma-separated (default tcp,nixl)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of every size (default 3)")
+    parser.add_argument("--most-readers", type=int, default=16, help="leave out larger fan-outs (default 16)")
     arguments = parser.parse_args()
     why = why_unavailable()
     if why:
         skipped(NAME, "everything", why)
-    report(NAME, arguments, [] if why else measure(arguments.transports.split(","), arguments.rounds))
+    rows = [] if why else measure(arguments.transports.split(","), arguments.rounds, arguments.most_readers)
+    report(NAME, arguments, rows)
     return 0
 
 

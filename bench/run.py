@@ -19,7 +19,18 @@ from pathlib import Path
 from common import RESULTS, Row, machine, show
 
 HERE = Path(__file__).resolve().parent
-BENCHES = ("replicate_rate", "publish_latency", "memory_server", "stall")
+BENCHES = (
+    "peers",
+    "fanout",
+    "failover",
+    "replicate_rate",
+    "publish_latency",
+    "unpublish_latency",
+    "planning",
+    "memory_server",
+    "install",
+    "stall",
+)
 TIMEOUT_S = 1800.0
 
 
