@@ -33,6 +33,8 @@ Run = tuple[int, int, int]
 class CopyList:
     """What has to be copied: `chunks` of about equal size for the CPU, `device_storages` by their number."""
 
+    memory: RegisteredMemory
+    staged: StagedMemory
     chunks: list[list[Run]] = field(default_factory=list)
     device_storages: list[int] = field(default_factory=list)
     total_bytes: int = 0
@@ -40,7 +42,7 @@ class CopyList:
 
 def list_copies(memory: RegisteredMemory, staged: StagedMemory, chunk_bytes: int = CHUNK_BYTES) -> CopyList:
     """List the copies that fill `memory`; large storages are cut, small ones put together."""
-    copies = CopyList(total_bytes=sum(storage.length_bytes for storage in memory.storages))
+    copies = CopyList(memory, staged, total_bytes=sum(storage.length_bytes for storage in memory.storages))
     runs = zip(memory.addresses.tolist(), staged.addresses.tolist(), memory.buffers, strict=True)
     room = 0
     for number, (address, source, buffer) in enumerate(runs):
@@ -70,11 +72,9 @@ def copy_threads() -> int:
 class LocalCopy:
     """A running copy; the `ReadHandle` of an install. It ends VERIFIED: what is staged was verified on its way in."""
 
-    def __init__(
-        self, copies: CopyList, memory: RegisteredMemory, staged: StagedMemory, observer: ReadObserver, threads: int
-    ) -> None:
+    def __init__(self, copies: CopyList, observer: ReadObserver, threads: int) -> None:
         """Begin to copy."""
-        self._copies, self._memory, self._staged, self._observer = copies, memory, staged, observer
+        self._copies, self._observer = copies, observer
         self._chunks = iter(copies.chunks)
         self._helpers = min(threads, len(copies.chunks)) - 1
         self._cancelled = False
@@ -137,11 +137,11 @@ class LocalCopy:
 
     def _fill_devices(self) -> None:
         for number in self._copies.device_storages:
-            storage, data = self._memory.storages[number], self._staged.buffers[number]
+            storage, data = self._copies.memory.storages[number], self._copies.staged.buffers[number]
             if storage.length_bytes and data is not None and not self._cancelled:
                 fill_device(storage.view.device, storage.address, data)
         if self._copies.device_storages:
-            self._memory.synchronize()
+            self._copies.memory.synchronize()
 
 
 class InstallDriver(RoundDriver):
@@ -155,20 +155,17 @@ class InstallDriver(RoundDriver):
         deadline: Deadline,
         progress: ProgressCallback | None,
         *,
-        memory: RegisteredMemory,
-        staged: StagedMemory,
+        copies: CopyList,
         staged_sums: PutBlob,
     ) -> None:
         super().__init__(state, parts, life, deadline, progress)
-        self._registered, self._staged, self._staged_sums = memory, staged, staged_sums
-        self._copies = CopyList()
+        self._copies, self._staged_sums = copies, staged_sums
 
     def _make_plan(self, keep: bool) -> None:
-        self._copies = list_copies(self._registered, self._staged)
         self.post(Planned())
 
     def _read(self) -> None:
-        self._handle = LocalCopy(self._copies, self._registered, self._staged, self._progress, copy_threads())
+        self._handle = LocalCopy(self._copies, self._progress, copy_threads())
 
     def _wait(self, handle: ReadHandle) -> ReadOutcome | None:
         try:
@@ -179,6 +176,6 @@ class InstallDriver(RoundDriver):
             return None
 
     def _settle(self) -> bytes:
-        self._registered.spread()
+        self._copies.memory.spread()
         self.sums = self._staged_sums
         return self.sums.digest

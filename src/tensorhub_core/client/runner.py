@@ -11,7 +11,7 @@ from tensorhub_core.client.access import SourceBook
 from tensorhub_core.client.drain import Drain, error_of
 from tensorhub_core.client.driver import CheckCallback, ProgressCallback, RoundDriver, RoundParts
 from tensorhub_core.client.holding import Holding
-from tensorhub_core.client.installing import InstallDriver
+from tensorhub_core.client.installing import CopyList, InstallDriver
 from tensorhub_core.client.mailbox import Mailbox
 from tensorhub_core.client.memory import FilledMemory, RegisteredMemory
 from tensorhub_core.client.reading import Executor
@@ -66,12 +66,12 @@ class RoundRunner:
         return self._conclude(*self._run(call, have, self._offered, parts, RoundDriver))
 
     def install(
-        self, call: Call, memory: RegisteredMemory, book: SourceBook, staged: StagedMemory, what: StagedVersion
+        self, call: Call, memory: RegisteredMemory, book: SourceBook, copies: CopyList, what: StagedVersion
     ) -> Version:
         """Copy what is staged into the registered memory, once all shards have it; returns or raises like `fill`."""
         assert what.sums is not None
         parts = self._parts(call, memory, book, self._resources.executor, self._withdraw)
-        make = functools.partial(InstallDriver, memory=memory, staged=staged, staged_sums=what.sums)
+        make = functools.partial(InstallDriver, copies=copies, staged_sums=what.sums)
         return self._conclude(*self._run(call, what.key, self._offered, parts, make))
 
     def stage(

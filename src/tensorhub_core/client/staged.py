@@ -12,6 +12,7 @@ from tensorhub_core.client.access import SourceBook
 from tensorhub_core.client.drain import Drain, error_of
 from tensorhub_core.client.holding import Holding
 from tensorhub_core.client.identity import checked
+from tensorhub_core.client.installing import CopyList, list_copies
 from tensorhub_core.client.memory import RegisteredMemory
 from tensorhub_core.client.resources import Resources
 from tensorhub_core.client.runner import Call, RoundRunner, StagedVersion
@@ -105,6 +106,7 @@ class Stager:
         """The server may know a staged copy of this worker."""
         self._drain = Drain(self._session.submit, self._withdrawn, Unstage())
         self._current: StagedVersion | None = None
+        self._copies: CopyList | None = None
         self._wanted = False
 
     def stage(self, call: Call, live: RegisteredMemory, book: SourceBook) -> tuple[StagedVersion, bytes | None]:
@@ -125,6 +127,7 @@ class Stager:
         if what.sums is None:
             self._offered = False
             return what, self._holding.digest
+        self._copies = list_copies(live, memory)  # now, because install() is to be short
         self._current, self._holding.staged, self._wanted = what, what.key, call.want is not None
         return what, what.sums.digest
 
@@ -135,10 +138,9 @@ class Stager:
                 raise StateError(f"the memory does not hold version {what.key[1]} any more: call stage() again")
             return Version.of(what.key)
         self._holding.check_install(what.key, self._wanted)
-        memory = self._resources.room.memory
-        assert memory is not None
-        version = self._runner.install(call, live, book, memory, what)
-        self._holding.staged = None
+        assert self._copies is not None
+        version = self._runner.install(call, live, book, self._copies, what)
+        self._holding.staged = self._copies = None
         self._session.staging = ()
         with contextlib.suppress(TensorHubError):
             self._drain.begin()
@@ -193,7 +195,8 @@ class Stager:
         self._free()
 
     def _free(self) -> None:
-        self._current, self._holding.staged, self._session.staging = None, None, ()
+        self._current = self._copies = self._holding.staged = None
+        self._session.staging = ()
         try:
             self._resources.room.close()
         except Exception:

@@ -118,6 +118,23 @@ def view_of(name: str, tensor: Any) -> View:
     return view
 
 
+def marks_of(tensors: Iterable[Any]) -> list[tuple[object, ...] | None]:
+    """Return what is quickly compared to see that tensors lie where they lay; None where only `view_of` can tell."""
+    torch_tensor = getattr(sys.modules.get("torch"), "Tensor", ())
+    marks: list[tuple[object, ...] | None] = []
+    for tensor in tensors:
+        if isinstance(tensor, torch_tensor):
+            try:
+                marks.append((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype))
+            except (RuntimeError, ValueError, NotImplementedError):
+                marks.append(None)
+        elif isinstance(tensor, np.ndarray):
+            marks.append((tensor.__array_interface__["data"], tensor.shape, tensor.strides, tensor.dtype))
+        else:
+            marks.append(None)
+    return marks
+
+
 def _torch_view(name: str, tensor: torch.Tensor) -> View:
     refusal = _torch_refusal(tensor)
     if refusal:
