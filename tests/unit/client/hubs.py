@@ -107,3 +107,27 @@ class Gate:
         if read >= self.at:
             self.reached.set()
             job.until(self.open.is_set)
+
+
+def next_version(trainer: Any, version: int, seed: int) -> None:
+    """Let a trainer publish other weights."""
+    trainer.unpublish()
+    trainer.register(weights(seed))
+    trainer.publish(version)
+
+
+def holder(here: Hub, **more: Any) -> tuple[Any, Any, dict[str, np.ndarray[Any, Any]]]:
+    """Return a trainer that publishes version 2, and a reader with its tensors that publishes version 1."""
+    trainer = publisher(here)
+    rollout, tensors = reader(here, **more)
+    rollout.replicate()
+    next_version(trainer, 2, 5)
+    return trainer, rollout, tensors
+
+
+class SecondGate(Gate):
+    """A gate that lets the first job pass."""
+
+    def _before(self, job: Job, read: int) -> None:
+        if len(self.executor.jobs) > 1:
+            super()._before(job, read)
