@@ -118,4 +118,4 @@ class Lanes:
         paces = [lane.pace for lane in others]
         if now - self._waits_since_s >= patience_s(sum(lane.pace.flying_bytes for lane in owing), paces, now):
             rates = owing[0].pace.rate(now), max(pace.rate(now) for pace in paces)
-            raise SourceFailed(owing[0].source, "slow", "{:,.0f} bytes/s when another one gives {:,.0f}".format(*rates))
+            raise owing[0].failed("slow", "{:,.0f} bytes/s when another one gives {:,.0f}".format(*rates))

@@ -175,7 +175,7 @@ class Pump:
             if not readable:
                 return None
             part = self._schedule.cut(lane.source, begin, begin + readable, offset, room, MOST_RUNS)
-        if self._lanes.shared and not offset and not self._is_worthwhile(lane, part):
+        if not offset and not self._is_worthwhile(lane, part):
             return None
         if staged and lane.slot < 0:
             slot = self._staging.take()
@@ -185,6 +185,9 @@ class Pump:
         return part
 
     def _is_worthwhile(self, lane: Lane, part: Part) -> bool:
+        """Tell whether to ask a source for a batch that others could give as well."""
+        if not self._lanes.shared or part.begin in self._backlog.wrong:
+            return True
         segment = int(self._schedule.segment[part.begin])
         others = [other for other in self._lanes.all if self._job.allowed(other.source) > segment]
         left_bytes = self._backlog.left_bytes
