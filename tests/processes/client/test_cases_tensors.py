@@ -30,7 +30,7 @@ class Counting(FaultyTransport):
     """A real transport that counts what is posted on it."""
 
     def __init__(self, plan: FaultPlan | None = None) -> None:
-        super().__init__(make_transport("nixl"), plan or FaultPlan(), SystemClock())
+        super().__init__(make_transport("auto"), plan or FaultPlan(), SystemClock())
         self.posts = self.runs = self.posted_bytes = 0
 
     def post(self, peer: PeerId, batch: Batch) -> ReadId:

@@ -24,10 +24,17 @@ from tensorhub_core.transport.registry import make_transport
 from tests.processes.client.actor import Actor
 from tests.processes.client.conftest import LEASE_S, Hub
 from tests.processes.client.samples import is_filled, make, same
+from tests.transport.lab import needs_nixl
 
 pytestmark = pytest.mark.timeout(120)
 MIB = 48
 SMALL = {"segment_bytes": 256 << 10, "window": 2, "stall_s": 1.0}
+SMALLEST = {**SMALL, "window": 1}
+"""So little is read ahead of verification that much is missing when half is verified, however fast the transport."""
+KILLED, STOPPED = signal.SIGKILL, signal.SIGSTOP
+NIXL = pytest.param("nixl", marks=needs_nixl)
+each_way = pytest.mark.parametrize("way", ["auto", "tcp", NIXL])
+"""`auto` reads processes of this machine by cma."""
 
 
 def in_background(call: Callable[[], Any]) -> Future[Any]:
@@ -54,15 +61,17 @@ class Brake:
 
 
 def faulty(plan: FaultPlan) -> FaultyTransport:
-    return FaultyTransport(make_transport("nixl"), plan, SystemClock())
+    return FaultyTransport(make_transport("auto"), plan, SystemClock())
 
 
-def test_a_killed_source_is_replaced_by_another_holder(here: Hub) -> None:
+@each_way
+def test_a_killed_source_is_replaced_by_another_holder(here: Hub, way: str) -> None:
+    settings = {**SMALLEST, "transport": way}
     with Actor() as one, Actor() as two:
         actors = {"one": one, "two": two}
         for replica, actor in actors.items():
-            here.publisher(actor, "plain", replica=replica, mib=MIB, settings=SMALL)
-        reader, tensors = here.reader("plain", mib=MIB, settings=SMALL)
+            here.publisher(actor, "plain", replica=replica, mib=MIB, settings=settings)
+        reader, tensors = here.reader("plain", mib=MIB, settings=settings)
         brake = Brake()
         reading = in_background(lambda: reader.replicate(progress=brake))
         assert brake.half.wait(60)
@@ -76,14 +85,22 @@ def test_a_killed_source_is_replaced_by_another_holder(here: Hub) -> None:
         assert set(brake.sources) == {"one", "two"}
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("how", "way"),
+    [
+        (KILLED, "auto"),
+        (STOPPED, "tcp"),
+        *(pytest.param(how, "nixl", marks=needs_nixl) for how in (KILLED, STOPPED)),
+    ],
+)
 def test_without_another_holder_the_read_ends_unavailable_and_nothing_lands_later(
-    here: Hub, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    here: Hub, how: signal.Signals, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,self")  # shared memory is read from a stopped process without its help
+    settings = {**SMALLEST, "transport": way}
     with Actor() as only:
-        here.publisher(only, "plain", mib=MIB, settings=SMALL)
-        reader, tensors = here.reader("plain", mib=MIB, settings=SMALL)
+        here.publisher(only, "plain", mib=MIB, settings=settings)
+        reader, tensors = here.reader("plain", mib=MIB, settings=settings)
         brake = Brake()
         reading = in_background(lambda: reader.replicate(timeout_s=40, progress=brake))
         assert brake.half.wait(60)
@@ -100,20 +117,46 @@ def test_without_another_holder_the_read_ends_unavailable_and_nothing_lands_late
             only.signal(signal.SIGCONT)
         time.sleep(1.0)
         assert is_filled(tensors, 0), "late bytes landed in memory that the caller has back"
-        fresh, copied = make("plain", 2, mib=MIB), here.worker("fresh")
+        fresh, copied = make("plain", 2, mib=MIB), here.worker("fresh", settings=settings)
         copied.register(fresh)
         assert copied.publish(2) == 2
         assert reader.replicate(2, timeout_s=30) == 2
         assert same(tensors, fresh)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_dead_reader_does_not_keep_a_publisher_from_its_memory(here: Hub, how: signal.Signals) -> None:
-    trainer = here.worker("trainer", settings=SMALL)
+def test_a_stopped_source_of_this_machine_is_read_on_without_its_help(here: Hub) -> None:
+    """As long as the hub takes it for alive: what has arrived is whole, or not there at all."""
+    with Actor() as only:
+        here.publisher(only, "plain", mib=MIB, settings=SMALLEST)
+        reader, tensors = here.reader("plain", mib=MIB, settings=SMALLEST)
+        brake = Brake()
+        reading = in_background(lambda: reader.replicate(timeout_s=40, progress=brake))
+        assert brake.half.wait(60)
+        only.signal(STOPPED)
+        brake.go.set()
+        try:
+            version = reading.result(60)
+        except VersionUnavailable:
+            assert reader.version is None
+        else:
+            assert version == 1
+            assert same(tensors, make("plain", 1, mib=MIB))
+
+
+@pytest.mark.parametrize(
+    ("how", "way"),
+    [
+        *((KILLED, "auto"), (KILLED, "tcp"), (STOPPED, "tcp")),
+        *(pytest.param(how, "nixl", marks=needs_nixl) for how in (KILLED, STOPPED)),
+    ],
+)
+def test_a_dead_reader_does_not_keep_a_publisher_from_its_memory(here: Hub, how: signal.Signals, way: str) -> None:
+    settings = {**SMALL, "transport": way}
+    trainer = here.worker("trainer", settings=settings)
     trainer.register(make("plain", 1, mib=MIB))
     trainer.publish(1)
     with Actor() as rollout:
-        handle = here.remote(rollout, "rollout", settings=SMALL)
+        handle = here.remote(rollout, "rollout", settings=settings)
         rollout.do("register", handle, sample="plain", seed=1, mib=MIB, blank=True)
         rollout.begin("call", handle, method="replicate", report=True)
         assert rollout.events.get(timeout=30)
@@ -124,13 +167,15 @@ def test_a_dead_reader_does_not_keep_a_publisher_from_its_memory(here: Hub, how:
         rollout.kill()
 
 
-def test_a_reader_that_is_stopped_is_no_danger_when_it_goes_on(here: Hub) -> None:
+@each_way
+def test_a_reader_that_is_stopped_is_no_danger_when_it_goes_on(here: Hub, way: str) -> None:
     """Its leases are gone: what it reads on is never taken for the version, and the source survives."""
-    trainer, tensors = here.worker("trainer", settings=SMALL), make("plain", 1, mib=MIB)
+    settings = {**SMALL, "transport": way}
+    trainer, tensors = here.worker("trainer", settings=settings), make("plain", 1, mib=MIB)
     trainer.register(tensors)
     trainer.publish(1)
     with Actor() as rollout:
-        handle = here.remote(rollout, "rollout", settings=SMALL)
+        handle = here.remote(rollout, "rollout", settings=settings)
         rollout.do("register", handle, sample="plain", seed=1, mib=MIB, blank=True)
         reading = rollout.begin("call", handle, method="replicate", timeout_s=25, report=True)
         assert rollout.events.get(timeout=30)

@@ -1,4 +1,4 @@
-"""The reference server dies and comes back, in a process of its own, while bytes move over NIXL."""
+"""The reference server dies and comes back, in a process of its own, while bytes move."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tensorhub_core import Worker, connect, serve
 from tensorhub_core.server.embedded import read_record
 from tests.processes.client.samples import Tensors, blank, make, same
-from tests.processes.client.test_faults import MIB, SMALL, Brake
+from tests.processes.client.test_faults import MIB, SMALL, Brake, each_way
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -32,8 +32,9 @@ def reader_of(worker: Worker) -> Tensors:
     return tensors
 
 
-def test_a_read_in_flight_outlives_the_server(tmp_path: Path) -> None:
-    settings = {**SMALL, "close_timeout_s": 2.0}
+@each_way
+def test_a_read_in_flight_outlives_the_server(tmp_path: Path, way: str) -> None:
+    settings = {**SMALL, "close_timeout_s": 2.0, "transport": way}
     server = serve(lease_s=1.0, heartbeat_s=0.1)
     address = server.address
     with (

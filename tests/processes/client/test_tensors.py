@@ -1,4 +1,4 @@
-"""Every kind of tensor, from another process, over NIXL: equal bit by bit, and moved once."""
+"""Every kind of tensor, from another process: equal bit by bit, and moved once."""
 
 from __future__ import annotations
 
@@ -8,14 +8,28 @@ from tensorhub_core.errors import LayoutMismatch
 from tests.processes.client.actor import Actor
 from tests.processes.client.conftest import Hub
 from tests.processes.client.samples import blank, is_filled, make, same
+from tests.transport.lab import needs_nixl
 
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.mark.parametrize("sample", ["plain", "dtypes", "shapes", "only_empty", "names", "tied", "strided"])
-def test_a_version_arrives_bit_by_bit_and_goes_on_from_its_reader(here: Hub, other: Actor, sample: str) -> None:
-    source = here.publisher(other, sample)
-    reader, tensors = here.reader(sample)
+SAMPLES = ["plain", "dtypes", "shapes", "only_empty", "names", "tied", "strided"]
+
+
+@pytest.mark.parametrize(
+    ("sample", "way"),
+    [
+        *((sample, "auto") for sample in SAMPLES),
+        *((sample, "tcp") for sample in ("plain", "shapes", "only_empty", "strided")),
+        *(pytest.param(sample, "nixl", marks=needs_nixl) for sample in ("plain", "only_empty", "strided")),
+    ],
+)
+def test_a_version_arrives_bit_by_bit_and_goes_on_from_its_reader(
+    here: Hub, other: Actor, sample: str, way: str
+) -> None:
+    by = {"transport": way}
+    source = here.publisher(other, sample, settings=by)
+    reader, tensors = here.reader(sample, settings=by)
     original = make(sample, 1)
     assert is_filled(tensors)
     assert reader.replicate() == 1
@@ -24,7 +38,7 @@ def test_a_version_arrives_bit_by_bit_and_goes_on_from_its_reader(here: Hub, oth
         name: (t.shape, t.dtype, t.stride()) for name, t in original.items()
     }
     other.do("call", source, method="unpublish")
-    second = here.remote(other, "second")
+    second = here.remote(other, "second", settings=by)
     other.do("register", second, sample=sample, seed=1, blank=True)
     assert other.do("call", second, method="replicate") == 1
     assert other.do("digest", second) == other.do("digest", source)

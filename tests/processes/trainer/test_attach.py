@@ -23,7 +23,7 @@ torch.manual_seed(1)
 names = {"embedding.weight": (64, 32), "head.weight": (64, 32), "norm.bias": (32,)}
 tensors = {name: torch.rand(shape) for name, shape in names.items()}
 tensors["head.weight"] = tensors["embedding.weight"]
-with connect(sys.argv[1], model="m", replica="reader", transport="nixl") as worker:
+with connect(sys.argv[1], model="m", replica="reader") as worker:
     worker.register(tensors)
     version = None
     while version is None or version < int(sys.argv[2]):
