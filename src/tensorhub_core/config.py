@@ -69,5 +69,11 @@ class ClientConfig:
     staging_bytes: int | None = _setting(
         None, "most host memory that `stage()` may take; None = as much as the shard has", least=0
     )
+    verify: str = _setting(
+        "always",
+        "which segments are checked against their checksums when they are read; others may read from a copy that is "
+        "still filling only with `always`",
+        choices=("always", "sampled", "off"),
+    )
     window: int = _setting(8, "reads in flight to one source", least=1)
     stall_s: float = _setting(5.0, "seconds without a byte after which a source is left for another", least=0.05)

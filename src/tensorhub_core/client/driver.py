@@ -109,6 +109,10 @@ class ReadProgress:
         self.figures = (0, 0)
         """(verified reads from the start of the plan, verified bytes); replaced as a whole."""
 
+    def end(self) -> None:
+        """Let go of the round, so that its memory goes when it is dropped and not with some later collection."""
+        self._callback, self._broken = None, lambda error: None
+
     def on_progress(self, prefix: int, done_bytes: int, total_bytes: int, lease: str) -> None:
         """Hear how far the read is; on the executor's thread."""
         self.figures = (prefix, done_bytes)
@@ -181,6 +185,7 @@ class RoundDriver:
             except BaseException as error:
                 if self._end is None:
                     self.post(Broken(error))
+        self._progress.end()
         return self._end
 
     def _next(self) -> tuple[Event, int]:
@@ -321,7 +326,7 @@ class RoundDriver:
         plan, (prefix, done_bytes) = self._plan, self._progress.figures
         if plan is None or not self._state.entered:
             return
-        prefix = prefix if plan.raw and self._state.offer else 0
+        prefix = prefix if plan.raw and self._state.offer and self._state.prefix else 0
         due_s = _ANNOUNCE_S if prefix > self._announced[0] else _STATUS_S
         if (prefix, done_bytes) != self._announced and now - self._announced_s >= due_s:
             self._announced, self._announced_s = (prefix, done_bytes), now

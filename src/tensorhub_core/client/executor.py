@@ -17,7 +17,7 @@ from tensorhub_core.client.reading import Destination, ReadObserver, SourceAcces
 from tensorhub_core.client.readjob import ReadJob
 from tensorhub_core.client.staging import Staging
 from tensorhub_core.client.transfers import Schedule
-from tensorhub_core.client.verifier import Checker, ChecksumDevice, Verifier
+from tensorhub_core.client.verifier import Checker, ChecksumDevice, Verifier, choose_checks
 from tensorhub_core.clock import Clock, SystemClock
 from tensorhub_core.config import ClientConfig
 from tensorhub_core.errors import StateError, TransportError
@@ -43,10 +43,12 @@ class ReadExecutor:
         staging_limit_bytes: int = STAGING_LIMIT_BYTES,
         checksum_device: ChecksumDevice | None = None,
         clock: Clock | None = None,
+        chance: np.random.Generator | None = None,
     ) -> None:
         """Take over a transport's reading side.
 
-        `config` gives the window and the stall timeout, `flow` all bounds of a source. `staging_limit_bytes` bounds the
+        `config` gives the window, the stall timeout and what is verified (`chance` draws the samples), `flow` all
+        bounds of a source. `staging_limit_bytes` bounds the
         memory for segments of other layouts, unless one segment is larger. `checksum_device` verifies memory that the
         CPU cannot see; without it a job that fills such memory is refused.
         """
@@ -55,6 +57,8 @@ class ReadExecutor:
         self._transport = transport
         self._clock: Clock = SystemClock() if clock is None else clock
         self._checksum_device = checksum_device
+        self._verify = config.verify
+        self._chance = np.random.default_rng() if chance is None else chance
         self._staging = Staging(transport, staging_limit_bytes, 2 * self._flow.window)
         self._peers = Peers(transport)
         self._lock = threading.Lock()
@@ -80,7 +84,8 @@ class ReadExecutor:
         """
         done = np.zeros(len(plan), np.bool_) if verified is None else verified.copy()
         schedule = Schedule(plan, sources, destination, done)
-        checker = Checker(plan, schedule, sources, destination, self._checksum_device)
+        chosen = choose_checks(self._verify, len(schedule), self._chance)
+        checker = Checker(plan, schedule, sources, destination, self._checksum_device, chosen)
         job = ReadJob(plan, sources, destination, done, observer, schedule, checker)
         if os.getpid() != self._pid:
             raise TransportError("the process was forked after the executor was made: connect again in the child")

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tensorhub_core.client.backlog import Backlog
 from tensorhub_core.client.flow import FlowSettings
@@ -75,6 +76,9 @@ class Pump:
         self._unverified_bytes = 0
         self._rereads = 0
         self._corrupt: set[str] = set()
+        self._unchecked: NDArray[np.bool_] = np.zeros(len(job.plan), np.bool_)
+        """Reads that were taken without a comparison: they fall with the first wrong one."""
+        self._distrusted = False
         self._unquiet = False
         self._prefix = 0
         self._done_bytes = int(job.plan.length_bytes[job.verified].sum())
@@ -272,12 +276,18 @@ class Pump:
         self._unverified_bytes -= self._schedule.bytes_of(landed.begin, landed.end)
         if landed.slot_number >= 0:
             self._staging.give_back(landed.slot_number)
-        if checked.right.all():
-            self._job.verified[self._schedule.read[landed.begin : landed.end]] = True
+        reads, right = self._schedule.read[landed.begin : landed.end], checked.right
+        chosen = self._job.checker.chosen
+        if chosen is not None:
+            compared = chosen[landed.begin : landed.end]
+            self._unchecked[reads] = ~compared
+            right = right & compared if self._distrusted else right
+        if right.all():
+            self._job.verified[reads] = True
             self._done_bytes += self._schedule.bytes_of(landed.begin, landed.end)
         else:
-            self._job.verified[self._schedule.read[landed.begin : landed.end][checked.right]] = True
-            self._done_bytes += int(self._schedule.length_bytes[landed.begin : landed.end][checked.right].sum())
+            self._job.verified[reads[right]] = True
+            self._done_bytes += int(self._schedule.length_bytes[landed.begin : landed.end][right].sum())
         if backlog.wrong and checked.right[0]:  # a read that was wrong comes again alone
             blamed = backlog.wrong.get(landed.begin, [])
             self._corrupt.update(self._lanes.all[source].lease for source in blamed if source != landed.source)
@@ -286,6 +296,10 @@ class Pump:
         """Read a segment again whose checksum did not match: from another source, or once more."""
         segment = int(self._schedule.segment[index])
         lane.wrong += 1
+        if self._job.checker.chosen is not None:
+            self._distrust()
+            text = f"segment {segment} does not match its checksum, nor may those that were not compared"
+            raise SourceFailed(lane.source, "corrupt", text)
         if not self._backlog.again(index, lane.source, self._lanes.working):
             text = f"segment {segment} does not match its checksum, also read again"
             raise SourceFailed(lane.source, "corrupt", text)
@@ -293,6 +307,14 @@ class Pump:
         if self._lanes.shared and lane.wrong >= _MOST_WRONG:
             text = f"{lane.wrong} segments do not match their checksums, the last was {segment}"
             raise SourceFailed(lane.source, "corrupt", text)
+
+    def _distrust(self) -> None:
+        """Take back what was not compared."""
+        self._distrusted = True
+        taken = self._unchecked & self._job.verified
+        self._job.verified[taken] = False
+        self._done_bytes -= int(self._job.plan.length_bytes[taken].sum())
+        self._prefix = 0
 
     def _report(self, lease: str) -> None:
         verified = self._job.verified

@@ -72,6 +72,8 @@ class RoundState:
     rejoins: int = 0
     ending: BaseException | None = None
     give_up_s: float | None = None
+    prefix: bool = True
+    """Others may read what is verified before all is: every segment is compared with its checksum."""
 
 
 # --- events ---------------------------------------------------------------------------------------------------------

@@ -51,9 +51,10 @@ class StagedVersion:
 class RoundRunner:
     """The rounds of one worker; calls come from one thread at a time, which holds the worker's lock."""
 
-    def __init__(self, resources: Resources, mailbox: Mailbox, holding: Holding) -> None:
+    def __init__(self, resources: Resources, mailbox: Mailbox, holding: Holding, *, prefix: bool) -> None:
+        """`prefix`: others may read what is verified before all is."""
         self._resources, self._session, self._mailbox = resources, resources.session, mailbox
-        self._holding = holding
+        self._holding, self._prefix = holding, prefix
         self._next_round = (0, 0)
         self.drain = Drain(self._session.submit, self._session.offer_nothing)
         self.lost = False
@@ -107,6 +108,7 @@ class RoundRunner:
         welcome, life = self._mailbox.newest()
         number = self._next_round[1] if self._next_round[0] == life else welcome.next_round
         state = RoundState(number, call.want, call.mode, have, call.offer, call.deadline.at_s, offered)
+        state.prefix = self._prefix
         driver = make(state, parts, life, call.deadline, call.progress)
         self._mailbox.attach(driver)
         try:

@@ -26,6 +26,8 @@ from tensorhub_core.layout.segments import segment_box
 ChecksumDevice = Callable[[str, int, int], int]
 """Return the xxh3_64 of device memory: (device, address, length_bytes) -> checksum. Called on verifying threads."""
 
+SAMPLED_SHARE = 1 / 8
+"""The share of segments that `verify = sampled` compares."""
 _MOST_THREADS = 4
 
 
@@ -59,8 +61,13 @@ class Checker:
         sources: Sequence[SourceAccess],
         destination: Destination,
         checksum_device: ChecksumDevice | None,
+        chosen: NDArray[np.bool_] | None = None,
     ) -> None:
-        """Prepare; raises TransportError if device memory would have to be checked and nothing can."""
+        """Prepare; raises TransportError if device memory would have to be checked and nothing can.
+
+        `chosen` bool [reads of the schedule]: which reads are compared, None = all; the others are taken as they are.
+        """
+        self.chosen = chosen
         self._plan = plan
         self._schedule = schedule
         self._sources = sources
@@ -75,22 +82,33 @@ class Checker:
 
     def check(self, landed: Landed) -> Checked:
         """Compare checksums, and scatter what is staged and right."""
-        schedule, plan = self._schedule, self._plan
-        expected = self._expected[landed.begin : landed.end]
-        lengths = schedule.length_bytes[landed.begin : landed.end].tolist()
-        reads = schedule.read[landed.begin : landed.end]
+        begin, end = landed.begin, landed.end
+        compared = np.arange(begin, end) if self.chosen is None else begin + np.flatnonzero(self.chosen[begin:end])
+        right = np.ones(end - begin, np.bool_)
+        if len(compared):
+            right[compared - begin] = self._digests(landed, compared) == self._expected[compared]
         if landed.slot is not None:
-            offsets = [schedule.slot_offset(landed.begin, index) for index in range(landed.begin, landed.end)]
-            segments = [landed.slot[at : at + length] for at, length in zip(offsets, lengths, strict=True)]
-            right = _digests(segment.data for segment in segments) == expected
-            for at in np.flatnonzero(right).tolist():
-                self._scatter(int(reads[at]), segments[at])
-            return Checked(landed, right)
+            for index in (begin + np.flatnonzero(right)).tolist():
+                self._scatter(int(self._schedule.read[index]), self._staged(landed, index))
+        return Checked(landed, right)
+
+    def _digests(self, landed: Landed, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Return the checksums of some of the reads that have landed."""
+        if landed.slot is not None:
+            return _digests(self._staged(landed, index).data for index in indices.tolist())
+        plan, reads = self._plan, self._schedule.read[indices]
+        lengths = self._schedule.length_bytes[indices].tolist()
         runs = zip(plan.storage[reads].tolist(), plan.offset_bytes[reads].tolist(), lengths, strict=True)
         if len(self._buffers) == len(self._destination.buffers):
             buffers = self._buffers
-            return Checked(landed, _digests(buffers[at].data[begin : begin + n] for at, begin, n in runs) == expected)
-        return Checked(landed, np.array([self._digest(*run) for run in runs], np.uint64) == expected)
+            return _digests(buffers[at].data[begin : begin + n] for at, begin, n in runs)
+        return np.array([self._digest(*run) for run in runs], np.uint64)
+
+    def _staged(self, landed: Landed, index: int) -> NDArray[np.uint8]:
+        """Return the bytes of a read that lies in a staging slot."""
+        assert landed.slot is not None
+        at = self._schedule.slot_offset(landed.begin, index)
+        return landed.slot[at : at + int(self._schedule.length_bytes[index])]
 
     def _digest(self, storage: int, offset: int, length: int) -> int:
         buffer = self._destination.buffers[storage]
@@ -126,6 +144,16 @@ class Checker:
 def _digests(segments: Iterable[memoryview]) -> NDArray[np.uint64]:
     """Return the checksum of every segment, u64 [segments]; the loop is C's: there may be thousands of small ones."""
     return np.fromiter(map(xxhash.xxh3_64_intdigest, segments), np.uint64)
+
+
+def choose_checks(policy: str, reads: int, chance: np.random.Generator) -> NDArray[np.bool_] | None:
+    """Return which reads to compare, bool [reads], by the setting `verify`; None = all of them."""
+    if policy == "always":
+        return None
+    chosen = chance.random(reads) < (SAMPLED_SHARE if policy == "sampled" else 0.0)
+    if policy == "sampled" and reads:
+        chosen[chance.integers(reads)] = True  # one at least
+    return chosen
 
 
 class Verifier:

@@ -67,7 +67,7 @@ class Worker:
         self._resources, self._session, self._mailbox = resources, resources.session, mailbox
         self._holding = Holding()
         self._book: SourceBook | None = None
-        self._runner = RoundRunner(resources, mailbox, self._holding)
+        self._runner = RoundRunner(resources, mailbox, self._holding, prefix=config.verify == "always")
         self._stager = Stager(self._runner, resources, self._holding, config.staging_bytes)
         self._lock = threading.Lock()
         self._running = ""

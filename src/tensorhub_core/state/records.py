@@ -150,6 +150,8 @@ class Joined:
     join_request: int | None
     offer: bool
     have: VersionKey | None
+    prefix: bool = True
+    """What it has verified may be offered before it is complete."""
     heard: bool = False
     orphaned_since_s: float | None = None
     done_request: int | None = None

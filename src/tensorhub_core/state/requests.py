@@ -119,6 +119,7 @@ class JoinRound(Message, frozen=True):
     `mode="install"` is answered when every shard has joined it with the same version in `have`, which all of them have
     staged; it then is a round like any other, without sources.
     `offer=False`: neither the copy nor its prefix is offered to anyone (memory that is processed in place).
+    `prefix=False`: only the finished copy is offered, because the worker does not verify every segment (law L12).
     """
 
     round: int
@@ -126,6 +127,7 @@ class JoinRound(Message, frozen=True):
     mode: Literal["replicate", "update", "stage", "install"] = "replicate"
     have: tuple[int, int] | None = None
     offer: bool = True
+    prefix: bool = True
 
 
 class Filling(Message, frozen=True):

@@ -54,7 +54,7 @@ def join(s: Step, worker: Worker, request: int, m: JoinRound) -> None:
     if worker.shard in current.joined:
         return s.fail(worker, request, StateError(f"shard {worker.shard} has joined round {m.round} already"))
     have = None if m.have is None else (m.have[0], m.have[1])
-    current.joined[worker.shard] = Joined(request, m.offer, have)
+    current.joined[worker.shard] = Joined(request, m.offer, have, m.prefix)
     text = disagreement(current, m, have)
     if text:
         return abort(s, group, current, StateError(f"shards of replica {group.replica!r} {text}"))

@@ -140,7 +140,8 @@ def raw_sums(s: Step, current: Round, worker: Worker) -> Digest:
 def new_copy(s: Step, worker: Worker, current: Round, memory: Registration) -> Copy:
     """Return what a shard gets by a round; what is being installed is offered when it is complete."""
     assert current.key is not None
-    offered = current.joined[worker.shard].offer and current.kind != "install"
+    joined = current.joined[worker.shard]
+    offered = joined.offer and joined.prefix and current.kind != "install"
     depth = depth_below([s.state.copies[s.state.leases[i].copy] for i in worker.leases])
     sums = raw_sums(s, current, worker)
     state = CopyState.AWAITED

@@ -19,6 +19,7 @@ from tensorhub_core.state.messages import (
     RegisterStaging,
     Relocate,
     SourceProgress,
+    Unpublish,
 )
 from tests.sim.hub import Hub, Peer
 from tests.unit.state.test_rounds import publish, trainer
@@ -99,6 +100,20 @@ def test_a_copy_that_is_not_offered_is_not_awaited() -> None:
     _, _, (a, b) = world(2, **LARGE)
     a.join(0, offer=False)
     assert source(b, b.join(0)) == "trainer"
+
+
+def test_who_does_not_verify_every_segment_is_read_only_when_it_is_complete() -> None:
+    hub, t, (a, b, c) = world(3, **LARGE)
+    a.join(0, prefix=False)
+    assert source(b, b.join(0)) == "trainer"
+    a.call(Filling(0), Ok)
+    a.call(Announce(0, 3), Ok)
+    b.call(LeaveRound(0, "deadline_exceeded", ""), Ok)
+    assert source(b, b.join(1)) == "trainer"
+    assert a.call(Done(0, a.put(b"sums 1 0")), Committed).published
+    t.ask(Unpublish())
+    assert source(c, c.join(0)) in ("r0", "r1")
+    assert check(hub.state) == []
 
 
 def test_a_stage_is_awaited_in_its_own_memory() -> None:
