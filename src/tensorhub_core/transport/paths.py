@@ -1,7 +1,7 @@
 """Rank the ways between two peers: the whole choice of `auto`, pure.
 
 NIXL is what RDMA and device memory need. Between CPU memories without RDMA our own ways are as fast or faster, start at
-once, and a reader that dies cannot harm the process that it reads (docs/decisions/0005).
+once, and a reader that dies cannot harm the process that it reads (docs/decisions/0006).
 """
 
 from __future__ import annotations
