@@ -120,6 +120,7 @@ class _Stage:
         self._out = threading.Lock()
         self._workers: dict[str, Any] = {}
         self._tensors: dict[str, Any] = {}
+        self._staged: dict[str, Any] = {}
 
     def say(self, message: dict[str, Any]) -> None:
         with self._out:
@@ -155,6 +156,32 @@ class _Stage:
         if isinstance(value, list):
             return [dataclasses.asdict(entry) for entry in value]
         return value if value is None else int(value)
+
+    def do_stage(self, handle: str, **arguments: Any) -> int:
+        """Stage a version; `staged` calls a method of what came of it."""
+        self._staged[handle] = self._workers[handle].stage(**arguments)
+        return int(self._staged[handle].version)
+
+    def do_staged(self, handle: str, method: str, **arguments: Any) -> Any:
+        value = getattr(self._staged[handle], method)(**arguments)
+        return None if value is None else int(value)
+
+    def do_hang_installs(self, handle: str) -> None:
+        """Let the next installs write some bytes, say so and hang."""
+        from tensorhub_core.client.installing import LocalCopy
+
+        def hang(copy: LocalCopy) -> None:
+            buffer = copy._copies.memory.buffers[0]
+            assert buffer is not None
+            buffer[:4096] = 0
+            self.say({"event": [handle, "installing"]})
+            threading.Event().wait()
+
+        LocalCopy._fill_devices = hang  # type: ignore[method-assign]
+
+    def do_resident_bytes(self, handle: str) -> int:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def do_version(self, handle: str) -> int | None:
         version = self._workers[handle].version
