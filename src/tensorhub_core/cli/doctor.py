@@ -19,7 +19,7 @@ from tensorhub_core.cli.common import existing_server, printable, server_option
 from tensorhub_core.client.oneshot import ask
 from tensorhub_core.errors import TensorHubError
 from tensorhub_core.state.messages import GetStatus, StatusReply
-from tensorhub_core.transport.host import Host
+from tensorhub_core.transport.host import Host, rdma_devices
 from tensorhub_core.transport.paths import Side, forecast
 from tensorhub_core.transport.registry import TRANSPORTS, why_unavailable
 
@@ -117,15 +117,14 @@ def doctor(as_json: bool, probe_bytes: int, server: str | None) -> None:
 def examine(server: str | None, probe_bytes: int) -> Findings:
     """Look at everything; takes some seconds."""
     transports = tuple(examine_transport(name, probe_bytes) for name in TRANSPORTS)
-    rdma_ports = machine.rdma_ports()
     return Findings(
         python=platform.python_version(),
         system=platform.platform(),
         packages={name: _installed(name) for name in _PACKAGES},
         transports=transports,
-        auto=examine_auto({found.name for found in transports if found.works}, bool(rdma_ports)),
+        auto=examine_auto({found.name for found in transports if found.works}, bool(rdma_devices())),
         network_cards=machine.network_cards(),
-        rdma_ports=rdma_ports,
+        rdma_ports=machine.rdma_ports(),
         ucx=machine.ucx(),
         cross_memory=machine.cross_memory(),
         limits=machine.limits(),

@@ -37,9 +37,13 @@ def start_ticks(pid: int, proc: Path = Path("/proc")) -> int | None:
         return None
 
 
-def rdma_devices(root: Path = Path("/sys/class/infiniband")) -> tuple[str, ...]:
-    """Return the names of the RDMA devices of this machine."""
+def rdma_devices(root: Path = Path("/sys/class/infiniband"), nodes: Path = Path("/dev/infiniband")) -> tuple[str, ...]:
+    """Return the names of the RDMA devices with an active port, if this process may open any.
+
+    A container sees the devices of its machine in `root`, and in `nodes` those it was given.
+    """
     try:
-        return tuple(sorted(path.name for path in root.iterdir()))
-    except OSError:
+        active = {port.parts[-4] for port in root.glob("*/ports/*/state") if "ACTIVE" in port.read_text("ascii")}
+        return tuple(sorted(active)) if any(nodes.iterdir()) else ()
+    except (OSError, UnicodeDecodeError):
         return ()

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from tensorhub_core.cli import doctor
+from tensorhub_core.transport.host import rdma_devices
 from tests.processes.cli.commands import tensorhub
 from tests.transport.lab import HAS_NIXL
 
@@ -25,7 +26,7 @@ def test_json_says_what_works(hub: str) -> None:
         assert transports[name] == {"loads": True, "works": True, "reason": "", "probe_bytes": 8 << 20}, name
     assert {where: choice["transport"] for where, choice in found["auto"].items()} == {
         "within_machine": "cma",
-        "between_machines": "nixl" if found["rdma_ports"] and HAS_NIXL else "tcp",
+        "between_machines": "nixl" if rdma_devices() and HAS_NIXL else "tcp",
         "devices": "nixl" if HAS_NIXL else "nothing",
     }
     assert {card["name"] for card in found["network_cards"]} == {name for _, name in socket.if_nameindex()}

@@ -41,10 +41,17 @@ def test_a_command_may_be_called_anything(tmp_path: Path) -> None:
     assert start_ticks(7, tmp_path) is None
 
 
-def test_rdma_devices(tmp_path: Path) -> None:
-    for name in ("mlx5_1", "mlx5_0"):
-        (tmp_path / name).mkdir()
-    assert rdma_devices(tmp_path) == ("mlx5_0", "mlx5_1")
+def test_rdma_devices_that_can_be_used(tmp_path: Path) -> None:
+    states = {"mlx5_1/ports/1": "4: ACTIVE\n", "mlx5_0/ports/1": "1: DOWN\n", "mlx5_0/ports/2": "4: ACTIVE\n"}
+    for place, state in {**states, "mlx5_2/ports/1": "1: DOWN\n"}.items():
+        (tmp_path / "sys" / place).mkdir(parents=True)
+        (tmp_path / "sys" / place / "state").write_text(state)
+    nodes = tmp_path / "dev"
+    assert rdma_devices(tmp_path / "sys", nodes) == (), "a container that was given none"
+    nodes.mkdir()
+    assert rdma_devices(tmp_path / "sys", nodes) == ()
+    (nodes / "uverbs0").touch()
+    assert rdma_devices(tmp_path / "sys", nodes) == ("mlx5_0", "mlx5_1")
 
 
 def test_neighbours_share_everything() -> None:
