@@ -23,6 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import torch
 from common import Row, hub, limit, machine, show
 from numpy.typing import NDArray
 from replicate_rate import CASES, tensors
@@ -115,7 +116,7 @@ def measure(total_bytes: int, rounds: int) -> list[Row]:
                 publisher(case, total_bytes, server) as child,
                 connect(server, model=case, replica="reader") as worker,
             ):
-                worker.register(to)
+                worker.register({name: torch.from_numpy(each) for name, each in to.items()})
                 plain = PlainCopy(to, source)
                 round_s(child, worker, plain)
                 pairs = [round_s(child, worker, plain) for _ in range(rounds)]

@@ -121,14 +121,15 @@ class Stager:
                 self._session.request(message, call.deadline)
             self._offered = True
             what = self._runner.stage(call, memory, book, room.executor, self._take_back)
+            copies = list_copies(live, memory)  # now, because install() is to be short
         except BaseException:
             self._give_up()
             raise
         if what.sums is None:
             self._offered = False
             return what, self._holding.digest
-        self._copies = list_copies(live, memory)  # now, because install() is to be short
-        self._current, self._holding.staged, self._wanted = what, what.key, call.want is not None
+        self._current, self._copies = what, copies
+        self._holding.staged, self._wanted = what.key, call.want is not None
         return what, what.sums.digest
 
     def install(self, what: StagedVersion, call: Call, live: RegisteredMemory, book: SourceBook) -> Version:

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from tensorhub_core import DeadlineExceeded, StateError, Worker, connect, serve
+from tensorhub_core import ConfigError, DeadlineExceeded, StateError, Worker, connect, serve
 from tensorhub_core.server.serving import Server
+from tensorhub_core.transport.registry import make_transport
 from tests.processes.client.actor import Actor
 from tests.processes.client.conftest import Hub
 from tests.processes.client.samples import Tensors, blank, digest, make, same
@@ -127,6 +128,15 @@ def test_discard_gives_the_memory_back(here: Hub, other: Actor) -> None:
         actor.do("stage", reader)
         assert actor.do("staged", reader, method="install") == 1
         assert actor.do("digest", reader) == digest(make("plain", 1, mib=MIB))
+
+
+def test_a_transport_that_cannot_be_made_twice_is_refused(here: Hub, other: Actor) -> None:
+    here.publisher(other, "plain")
+    holder, tensors = here.reader("plain", transport=make_transport("auto"))
+    with pytest.raises(ConfigError, match="name"):
+        holder.stage()
+    assert holder.replicate() == 1
+    assert same(tensors, make("plain", 1))
 
 
 def shard(server: Server, model: str, number: int) -> tuple[Worker, Tensors]:
