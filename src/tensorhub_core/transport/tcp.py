@@ -156,7 +156,8 @@ class TcpTransport:
             timeout_s = self._connect_timeout_s
             connection = TcpConnection(connection.endpoint, known.agent, known.secret, self._clock, timeout_s)
             known.connection = connection
-        read = TcpRead(Vector(self._space, batch.local, batch.length_bytes))
+        read = TcpRead(Vector(self._space))
+        read.vector.add_runs(batch.local, batch.length_bytes)
         connection.post(encode_runs(batch.remote, batch.length_bytes), read)
         self._posted += 1
         self._reads[ReadId(self._posted)] = _Posted(read, batch)

@@ -52,26 +52,37 @@ def address_space() -> memoryview:
 class Vector:
     """Runs of memory that are sent or filled from the front, a part at a time."""
 
-    __slots__ = ("_at", "_done", "_ends", "_views", "total_bytes")
+    __slots__ = ("_at", "_done", "_ends", "_space", "_views", "total_bytes")
 
-    def __init__(
-        self,
-        space: memoryview,
-        addresses: NDArray[np.uint64],
-        length_bytes: NDArray[np.uint64],
-        head: bytes = b"",
-    ) -> None:
-        """Take runs [runs] of an address space, behind the bytes of `head`."""
-        addresses, length_bytes = merge(addresses, length_bytes)
-        ends = addresses + length_bytes
-        self._views = [space[begin:end] for begin, end in zip(addresses.tolist(), ends.tolist(), strict=True)]
-        self._ends: list[int] = (np.cumsum(length_bytes) + np.uint64(len(head))).tolist()
-        if head:
-            self._views.insert(0, memoryview(head))
-            self._ends.insert(0, len(head))
+    def __init__(self, space: memoryview) -> None:
+        """Begin with nothing; `space` is where runs lie."""
+        self._space = space
+        self._views: list[memoryview] = []
+        self._ends: list[int] = []
         self._at = 0
         self._done = 0
-        self.total_bytes = self._ends[-1] if self._ends else 0
+        self.total_bytes = 0
+
+    def __len__(self) -> int:
+        """Return how many views there are in all."""
+        return len(self._views)
+
+    def add_bytes(self, data: bytes) -> None:
+        """Append bytes that lie nowhere else."""
+        self.total_bytes += len(data)
+        self._views.append(memoryview(data))
+        self._ends.append(self.total_bytes)
+
+    def add_runs(self, addresses: NDArray[np.uint64], length_bytes: NDArray[np.uint64]) -> None:
+        """Append runs [runs]."""
+        addresses, length_bytes = merge(addresses, length_bytes)
+        if not len(addresses):
+            return
+        space = self._space
+        ends = (addresses + length_bytes).tolist()
+        self._views += [space[begin:end] for begin, end in zip(addresses.tolist(), ends, strict=True)]
+        self._ends += (np.cumsum(length_bytes) + np.uint64(self.total_bytes)).tolist()
+        self.total_bytes = self._ends[-1]
 
     @property
     def left_bytes(self) -> int:

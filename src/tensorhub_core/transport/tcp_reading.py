@@ -39,11 +39,10 @@ from tensorhub_core.transport.tcp_wire import (
 )
 
 DRIVE_BYTES = 4 << 20
-"""What one call receives at most."""
+"""What one call receives at most, if it is there by one system call: after each the interpreter's lock is to be had
+again, which takes milliseconds where another thread computes."""
 MOST_READS = 1024
 _MOST_UNSENT_BYTES = 4 * MOST_REQUEST_BYTES
-_CALL_BYTES = 1 << 20
-"""What one system call is offered: a list of runs that reaches far beyond what has arrived is built in vain."""
 _SELECT_S = 0.1
 _ENDED = "it closed the connection: its process has ended, or it has revoked its memory or given up this reader"
 _STRANGER = "it is not the peer of this description, but one that got its address"
@@ -212,7 +211,7 @@ class TcpConnection:
             if self._header is None or self._header.kind is not Kind.BYTES:
                 left -= self._receive_small()
             else:
-                left -= self._receive_data(min(left, _CALL_BYTES))
+                left -= self._receive_data(left)
 
     def _receive_data(self, most_bytes: int) -> int:
         read = self._reads[0][1]

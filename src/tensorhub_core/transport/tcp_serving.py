@@ -20,7 +20,7 @@ from tensorhub_core.clock import Clock
 from tensorhub_core.errors import TransportError
 from tensorhub_core.transport.extents import Extents
 from tensorhub_core.transport.tcp_addresses import USER_TIMEOUT_S, listen, tune
-from tensorhub_core.transport.tcp_memory import Vector, address_space
+from tensorhub_core.transport.tcp_memory import MOST_VIEWS, Vector, address_space
 from tensorhub_core.transport.tcp_wire import (
     MOST_REQUEST_BYTES,
     NONCE_BYTES,
@@ -41,7 +41,7 @@ from tensorhub_core.transport.tcp_wire import (
 _STOP_S = 15.0
 _ACCEPT_PAUSE_S = 0.05
 _RECEIVE_BYTES = 64 << 10
-_SEND_BYTES = 1 << 30
+_SEND_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +264,8 @@ class _Connection:
         if not proves(proof, server.secret, "reader", server.agent, theirs, ours):
             raise _Ended
         if not server.admit(self):
-            self._refuse(0, "it serves as many readers as it can: read from another source, or try again")
+            text = encode_text("it serves as many readers as it can: read from another source, or try again")
+            self._socket.sendall(encode_frame(Kind.REFUSED, 0, text), socket.MSG_NOSIGNAL)
             raise _Ended
         self._socket.sendall(encode_frame(Kind.WELCOME), socket.MSG_NOSIGNAL)
 
@@ -286,12 +287,18 @@ class _Connection:
         return found
 
     def _answer(self, number: int, request: bytes) -> None:
-        addresses, length_bytes = decode_runs(request)
-        if not self._server.allowed.cover(addresses, length_bytes, "cpu"):
-            self._refuse(number, "a run lies outside the memory that it serves")
-            return
-        head = encode_header(Kind.BYTES, number, int(length_bytes.sum()))
-        vector = Vector(self._server.space, addresses, length_bytes, head)
+        """Answer a request, and those that came along with it, by as few system calls as there can be.
+
+        After each of them the interpreter's lock is to be had again, which takes milliseconds where another thread of
+        this process computes.
+        """
+        vector = Vector(self._server.space)
+        found: tuple[int, bytes] | None = (number, request)
+        while found is not None:
+            self._add(vector, *found)
+            if len(vector) >= MOST_VIEWS or vector.total_bytes >= _SEND_BYTES:
+                break
+            found = self._frames.take(Kind.READ, RUN_BYTES, MOST_REQUEST_BYTES) if len(self._frames) else None
         while vector.left_bytes:
             try:
                 sent = self._socket.sendmsg(vector.front(_SEND_BYTES), (), socket.MSG_NOSIGNAL)
@@ -299,5 +306,12 @@ class _Connection:
                 raise _Ended from None  # the reader took nothing for SO_SNDTIMEO
             vector.advance(sent)
 
-    def _refuse(self, number: int, reason: str) -> None:
-        self._socket.sendall(encode_frame(Kind.REFUSED, number, encode_text(reason)), socket.MSG_NOSIGNAL)
+    def _add(self, vector: Vector, number: int, request: bytes) -> None:
+        """Append the answer to a request."""
+        addresses, length_bytes = decode_runs(request)
+        if self._server.allowed.cover(addresses, length_bytes, "cpu"):
+            vector.add_bytes(encode_header(Kind.BYTES, number, int(length_bytes.sum())))
+            vector.add_runs(addresses, length_bytes)
+        else:
+            text = encode_text("a run lies outside the memory that it serves")
+            vector.add_bytes(encode_frame(Kind.REFUSED, number, text))

@@ -29,7 +29,12 @@ def test_a_vector_gives_every_byte_once_in_order_within_its_bounds(
 ) -> None:
     memory = np.random.default_rng(0).integers(0, 256, 1500, np.uint8)
     addresses, lengths = laid_out(runs, memory.ctypes.data)
-    vector = Vector(address_space(), addresses, lengths, head)
+    vector = Vector(address_space())
+    if head:
+        vector.add_bytes(head)
+    half = len(lengths) // 2
+    for part in (slice(0, half), slice(half, None)):
+        vector.add_runs(addresses[part], lengths[part])
     begins = (addresses - np.uint64(memory.ctypes.data)).tolist()
     expected = head + b"".join(memory[a : a + n].tobytes() for a, n in zip(begins, lengths.tolist(), strict=True))
     assert vector.total_bytes == len(expected)
@@ -53,7 +58,8 @@ def test_a_vector_is_filled_in_place(runs: list[tuple[int, int]]) -> None:
     memory = np.zeros(1500, np.uint8)
     addresses, lengths = laid_out(runs, memory.ctypes.data)
     expected, value = memory.copy(), 1
-    vector = Vector(address_space(), addresses, lengths)
+    vector = Vector(address_space())
+    vector.add_runs(addresses, lengths)
     for begin, length in zip((addresses - np.uint64(memory.ctypes.data)).tolist(), lengths.tolist(), strict=True):
         for at in range(begin, begin + length):
             expected[at] = value % 251
@@ -72,7 +78,9 @@ def test_neighbours_are_joined_and_empty_runs_left_out() -> None:
     lengths = np.array([4, 0, 6, 5, 1, 10], np.uint64)
     found = merge(addresses, lengths)
     assert [part.tolist() for part in found] == [[10, 40, 30], [15, 1, 10]]
-    assert Vector(address_space(), addresses[1:2], lengths[1:2]).total_bytes == 0
+    vector = Vector(address_space())
+    vector.add_runs(addresses[1:2], lengths[1:2])
+    assert (vector.total_bytes, len(vector)) == (0, 0)
 
 
 @pytest.mark.parametrize("wrong", [Region(0, 1), Region(8, -1), Region(1 << 62, 1), Region(8, 8, "cuda:0")])
