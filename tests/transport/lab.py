@@ -131,10 +131,11 @@ def batch(*runs: tuple[int, int, int]) -> Batch:
 class ProcessPeer:
     """A peer in a process of its own."""
 
-    def __init__(self, name: str, seed: int) -> None:
+    def __init__(self, name: str, seed: int, within: Sequence[str] = ()) -> None:
+        """Start it; `within` is a command that runs it elsewhere, such as in a namespace."""
         self.data = seeded(seed, PEER_BYTES)
         self.damaged = False
-        command = [sys.executable, "-m", "tests.transport.peer", name, str(seed), str(PEER_BYTES)]
+        command = [*within, sys.executable, "-m", "tests.transport.peer", name, str(seed), str(PEER_BYTES)]
         self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         answer = self._answer()
         self.description = bytes.fromhex(str(answer["description"]))

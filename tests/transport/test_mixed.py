@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +16,7 @@ from tensorhub_core.errors import TransportError
 from tensorhub_core.transport.base import PeerId, ReadState, Region, Transport
 from tensorhub_core.transport.description import decode_offer
 from tensorhub_core.transport.registry import make_transport
-from tests.transport.lab import HAS_NIXL, PEER_BYTES, Pool, batch
+from tests.transport.lab import HAS_NIXL, PEER_BYTES, Pool, ProcessPeer, batch
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -129,6 +132,33 @@ def test_nixl_is_not_loaded_for_memory_of_the_cpu_without_rdma() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+@pytest.mark.skipif(os.getuid() != 0 or shutil.which("unshare") is None, reason="needs root to make namespaces")
+@pytest.mark.parametrize(
+    ("namespaces", "way"),
+    [
+        (("--mount",), "cma"),
+        (("--pid", "--fork", "--mount-proc", "--kill-child"), "tcp"),
+        (("--net",), "cma"),  # nothing leads there over a network, and its memory can be read
+    ],
+    ids=["its own mounts", "its own processes", "its own network"],
+)
+def test_a_source_in_namespaces_of_its_own(
+    namespaces: tuple[str, ...], way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = ProcessPeer("auto", 1, ("unshare", *namespaces))
+    memory = np.zeros(PEER_BYTES, np.uint8)
+    reader = make_transport("auto")
+    try:
+        reader.register([Region(memory.ctypes.data, PEER_BYTES)])
+        with caplog.at_level(logging.INFO, "tensorhub"):
+            read_all(reader, reader.attach(peer.description), memory, peer.address)
+        assert np.array_equal(memory, peer.data)
+        assert f"is read by {way}: " in caplog.text
+    finally:
+        reader.shutdown()
+        peer.end()
 
 
 def test_an_interface_without_address_leaves_the_way_within_the_machine(caplog: pytest.LogCaptureFixture) -> None:
