@@ -225,6 +225,25 @@ def test_memory_that_is_not_served_is_refused_and_the_connection_stays(source: S
         assert whole(dialled, 9) == source.memory[5:12].tobytes() + source.memory[1:3].tobytes()
 
 
+def test_requests_that_come_together_are_answered_in_order(source: Source) -> None:
+    at = source.memory.ctypes.data
+    scattered = [(at + 2000 * number, 1 + number % 7) for number in range(500)]
+    data = b"".join(source.memory[start - at : start - at + size].tobytes() for start, size in scattered)
+    asked, expected = b"", b""
+    for number in range(8):
+        wrong = number in (2, 5)
+        asked += encode_frame(Kind.READ, number, runs((at, SIZE + 1)) if wrong else runs(*scattered))
+        text = b"a run lies outside the memory that it serves"
+        expected += encode_frame(Kind.REFUSED if wrong else Kind.BYTES, number, text if wrong else data)
+    with welcomed(source) as dialled:
+        dialled.sendall(asked)
+        assert whole(dialled, len(expected)) == expected
+        dialled.sendall(encode_frame(Kind.READ, 8, runs((at, 1))) + b"noise")
+        with contextlib.suppress(ConnectionError):
+            while dialled.recv(100):
+                continue
+
+
 Answer = Callable[[socket.socket, bytes], None]
 
 
