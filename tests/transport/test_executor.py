@@ -1,4 +1,4 @@
-"""The executor over NIXL, from real processes that are killed or stopped while they are read."""
+"""The executor over every transport, from real processes that are killed or stopped while they are read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from tensorhub_core.layout.plan import plan_read
 from tensorhub_core.transport.registry import make_transport
 from tests.transport.lab import PEER_BYTES, SENTINEL, ProcessPeer, needs_nixl
 
-pytestmark = [needs_nixl, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
+NIXL = [pytest.param(path, marks=needs_nixl) for path in ("nixl", "nixl-tcp")]
 SEED = 5
 SMALL_STEPS = FlowSettings(chunk_bytes=256 << 10, most_chunk_bytes=256 << 10, window=4, stall_timeout_s=1.0)
 
@@ -24,10 +25,10 @@ SMALL_STEPS = FlowSettings(chunk_bytes=256 << 10, most_chunk_bytes=256 << 10, wi
 class Reader:
     """A destination filled through the executor, and what to do once half of it is there."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self.tensor = np.full(PEER_BYTES, SENTINEL, np.uint8)
         self.memory = RegisteredMemory({"w": self.tensor}, segment_bytes=512 << 10)
-        self.transport = make_transport("nixl")
+        self.transport = make_transport(name)
         self.transport.register(self.memory.regions())
         self.executor = ReadExecutor(self.transport, flow=SMALL_STEPS)
         self.at_half: Callable[[], None] = lambda: None
@@ -70,28 +71,23 @@ class Reader:
         self.transport.shutdown()
 
 
-@pytest.fixture(params=["nixl", "nixl-tcp"])
+each_path = pytest.mark.parametrize("path", ["auto", "tcp", *NIXL], indirect=True)
+each_wire = pytest.mark.parametrize("path", ["tcp", NIXL[1]], indirect=True)
+"""The paths that need the source to answer; `auto` reads the memory of a stopped process."""
+
+
+@pytest.fixture
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return a transport's name, with UCX's environment set for `nixl-tcp`."""
     if request.param == "nixl-tcp":
-        _over_tcp(monkeypatch)
-    return str(request.param)
+        monkeypatch.setenv("UCX_TLS", "tcp")
+        monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    return str(request.param).partition("-")[0]
 
 
 @pytest.fixture
-def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    _over_tcp(monkeypatch)
-
-
-def _over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-
-
-@pytest.fixture
-def reader(request: pytest.FixtureRequest) -> Iterator[Reader]:
-    if "tcp" in request.fixturenames:
-        request.getfixturevalue("tcp")
-    opened = Reader()
+def reader(path: str) -> Iterator[Reader]:
+    opened = Reader(path)
     yield opened
     opened.close()
 
@@ -104,8 +100,9 @@ def peers() -> Iterator[list[ProcessPeer]]:
         peer.end()
 
 
+@each_path
 def test_another_holder_finishes_what_a_killed_one_began(path: str, reader: Reader, peers: list[ProcessPeer]) -> None:
-    peers += [ProcessPeer("nixl", SEED), ProcessPeer("nixl", SEED)]
+    peers += [ProcessPeer(path, SEED), ProcessPeer(path, SEED)]
     reader.at_half = peers[0].kill
     first = reader.read(reader.access(peers[0], "first"))
     assert (first.end, first.kind, first.lease) == (ReadEnd.SOURCE_FAILED, "lost", "first")
@@ -115,13 +112,15 @@ def test_another_holder_finishes_what_a_killed_one_began(path: str, reader: Read
     assert np.array_equal(reader.tensor, peers[1].data)
 
 
-@pytest.mark.usefixtures("tcp")
-def test_a_stopped_holder_is_left_and_writes_nothing_when_it_goes_on(reader: Reader, peers: list[ProcessPeer]) -> None:
-    peers += [ProcessPeer("nixl", SEED), ProcessPeer("nixl", SEED)]
+@each_wire
+def test_a_stopped_holder_is_left_and_writes_nothing_when_it_goes_on(
+    path: str, reader: Reader, peers: list[ProcessPeer]
+) -> None:
+    peers += [ProcessPeer(path, SEED), ProcessPeer(path, SEED)]
     reader.at_half = peers[0].stop
     first = reader.read(reader.access(peers[0], "first"))
     assert (first.end, first.kind) == (ReadEnd.SOURCE_FAILED, "stalled")
-    assert first.fenced
+    assert first.fenced == (path == "nixl"), "only reads that go on by themselves need a fence"
     reader.tensor[:] = SENTINEL
     peers[0].go_on()
     second = reader.read(reader.access(peers[1], "second"), np.ones_like(first.verified))
@@ -129,8 +128,9 @@ def test_a_stopped_holder_is_left_and_writes_nothing_when_it_goes_on(reader: Rea
     assert (reader.tensor == SENTINEL).all()
 
 
+@each_path
 def test_many_small_tensors_and_another_layout(path: str, reader: Reader, peers: list[ProcessPeer]) -> None:
-    peers.append(ProcessPeer("nixl", SEED))
+    peers.append(ProcessPeer(path, SEED))
     chance = np.random.default_rng(1)
     lengths = chance.integers(1, 3000, 3000)
     begins = np.cumsum(lengths) - lengths
