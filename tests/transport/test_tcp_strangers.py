@@ -73,7 +73,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.memory = np.full(SIZE, SENTINEL, np.uint8)
-        self.transport = TcpTransport("reader", connect_timeout_s=1.0)
+        self.transport = TcpTransport("reader", connect_timeout_s=5.0)
         self.transport.register_local([Region(self.memory.ctypes.data, SIZE)])
 
     def read(self, peer: PeerId, source: Source, size: int = SIZE) -> str:
@@ -168,6 +168,31 @@ def test_slow_strangers_make_room_for_others(source: Source, reader: Reader) -> 
     for dialled in slow:
         assert ended(dialled)
         dialled.close()
+
+
+def test_readers_that_come_all_at_once_wait_for_each_other(source: Source) -> None:
+    few = TcpServer("source", None, SystemClock(), ServingLimits(strangers=2, grace_s=60.0))
+    few.allowed = Extents(source.regions)
+    source.server.stop()
+    source.server = few
+    at = next(endpoint for endpoint in few.endpoints if endpoint.address == "127.0.0.1")
+    readers, errors = [Reader() for _ in range(24)], []
+
+    def attach(reader: Reader) -> None:
+        try:
+            errors.append(reader.read(reader.transport.attach(source.description(endpoint=at)), source, 4096))
+        except TransportError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=attach, args=(reader,)) for reader in readers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert errors == [""] * len(readers)
+    for reader in readers:
+        assert np.array_equal(reader.memory[:4096], source.memory[:4096])
+        reader.transport.shutdown()
 
 
 def test_a_stranger_that_drips_is_ended_in_time(source: Source) -> None:
