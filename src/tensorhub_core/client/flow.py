@@ -1,18 +1,22 @@
 """Decide how much to ask of one source at a time, and when it has stalled; pure, time is an argument.
 
-What is in flight is kept to what the source delivers in a fraction of the stall timeout. So a slow but living source is
-not taken for a dead one because too much was asked of it at once.
+More is put in flight only while batches come about as quickly as the quickest one did: beyond that they wait in a queue
+on the way, and everything behind it, verification and readers that follow, comes later. It is also kept to what the
+source delivers in a fraction of the stall timeout, so that a slow but living source is not taken for a dead one.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 _FIRST_BYTES = 256 << 10
 _LEAST_BYTES = 256 << 10
 """Fits into the stall timeout at the slowest rate that is allowed."""
 _QUICK_SHARE = 0.05
-_LONG_SHARE = 0.25
+_EASY_S = 0.025
+_QUEUE = 3
+"""A batch that takes so many times as long as the quickest one, and longer than is easily waited for, has queued."""
 _SWIFT_S = 0.004
 """A batch that takes no longer hardly pays for its own posting: the next ones may be larger."""
 
@@ -39,6 +43,9 @@ class Flow:
         half = settings.chunk_bytes * settings.window // 2
         self._most_chunk_bytes = max(settings.chunk_bytes, min(settings.most_chunk_bytes, half))
         self._budget_bytes = min(_FIRST_BYTES, settings.chunk_bytes * settings.window)
+        self._changed_s = -math.inf
+        self._least_s = math.inf
+        """The shortest that a batch took."""
         self._count = 0
         self._bytes = 0
         self._progress_s = 0.0
@@ -51,7 +58,8 @@ class Flow:
         """Return how many bytes the next batch may have; 0 = wait for one to end."""
         if self._count >= self._settings.window:
             return 0
-        size = min(self._chunk_bytes, max(_LEAST_BYTES, self._budget_bytes // 2))
+        parts = max(2, min(4, self._settings.window))
+        size = min(self._chunk_bytes, max(_LEAST_BYTES, self._budget_bytes // parts))
         return size if self._count == 0 or self._bytes + size <= self._budget_bytes else 0
 
     def posted(self, length_bytes: int, now: float) -> None:
@@ -75,10 +83,16 @@ class Flow:
             self._chunk_bytes = self._settings.chunk_bytes
         elif 2 * length_bytes > self._chunk_bytes:
             self._chunk_bytes = min(2 * self._chunk_bytes, self._most_chunk_bytes)
-        if took_s < _QUICK_SHARE * self._settings.stall_timeout_s:
+        self._least_s = min(self._least_s, took_s)
+        easy_s = min(max(_EASY_S, _QUEUE * self._least_s), _QUICK_SHARE * self._settings.stall_timeout_s)
+        if posted_s < self._changed_s:
+            return  # it says nothing about the budget as it is now
+        if took_s < easy_s:
             self._budget_bytes = min(self._chunk_bytes * self._settings.window, 2 * self._budget_bytes)
-        elif took_s > _LONG_SHARE * self._settings.stall_timeout_s:
+            self._changed_s = now
+        elif took_s > 1.5 * easy_s:
             self._budget_bytes = max(_LEAST_BYTES, self._budget_bytes // 2)
+            self._changed_s = now
 
     def paused(self, now: float) -> None:
         """Forget the time until now: this process did not run, so the source is not to blame."""

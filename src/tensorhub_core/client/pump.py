@@ -27,6 +27,7 @@ from tensorhub_core.transport.base import Batch, Progress, ReadId, ReadState, Tr
 
 MOST_RUNS = 1024
 _POLL_PAUSE_S = 50e-6
+_MOST_PAUSE_S = 1e-3
 _ORDER_PAUSE_S = 0.05
 _VERIFY_TIMEOUT_S = 60.0
 _PAUSE_SHARE = 0.5
@@ -80,6 +81,7 @@ class Pump:
         """Reads that were taken without a comparison: they fall with the first wrong one."""
         self._distrusted = False
         self._unquiet = False
+        self._pause_s = _POLL_PAUSE_S
         self._prefix = 0
         self._done_bytes = int(job.plan.length_bytes[job.verified].sum())
 
@@ -128,6 +130,8 @@ class Pump:
             self._lanes.watch(self._backlog, self._checking, self._clock.now())
             if not moved:
                 self._rest()
+            else:
+                self._pause_s = _POLL_PAUSE_S
 
     def _obey(self) -> None:
         if self._job.cancelled:
@@ -138,7 +142,9 @@ class Pump:
 
     def _rest(self) -> None:
         if self._flights:
-            time.sleep(_POLL_PAUSE_S)
+            # Longer and longer, up to what a batch of a slow link takes a tenth of: polling it costs a CPU otherwise.
+            time.sleep(self._pause_s)
+            self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
         else:
             self._job.idle(_ORDER_PAUSE_S)
 
