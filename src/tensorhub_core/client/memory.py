@@ -156,8 +156,7 @@ class RegisteredMemory:
 
     def check_unmoved(self) -> None:
         """Raise RegistrationError naming the first tensor that no longer lies where it was registered."""
-        marks = marks_of(self._tensors.values())
-        if marks == self._marks and None not in marks:
+        if self._marks is not None and marks_of(self._tensors.values()) == self._marks:
             return
         for name, tensor in self._tensors.items():
             if view_of(name, tensor).place != self._views[name].place:

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -118,21 +119,26 @@ def view_of(name: str, tensor: Any) -> View:
     return view
 
 
-def marks_of(tensors: Iterable[Any]) -> list[tuple[object, ...] | None]:
-    """Return what is quickly compared to see that tensors lie where they lay; None where only `view_of` can tell."""
+def marks_of(tensors: Iterable[Any]) -> tuple[object, ...] | None:
+    """Return what is quickly compared to see that all tensors lie where they lay; None if only `view_of` can tell."""
     torch_tensor = getattr(sys.modules.get("torch"), "Tensor", ())
-    marks: list[tuple[object, ...] | None] = []
+    ours: list[Any] = []
+    marks: list[object] = []
     for tensor in tensors:
         if isinstance(tensor, torch_tensor):
-            try:
-                marks.append((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype))
-            except (RuntimeError, ValueError, NotImplementedError):
-                marks.append(None)
+            ours.append(tensor)
         elif isinstance(tensor, np.ndarray):
             marks.append((tensor.__array_interface__["data"], tensor.shape, tensor.strides, tensor.dtype))
         else:
-            marks.append(None)
-    return marks
+            return None
+    if not ours:
+        return (marks,)
+    # By `map`, because an install waits for this: a third of a microsecond a tensor.
+    methods = (torch_tensor.data_ptr, torch_tensor.stride, attrgetter("shape", "dtype"))  # type: ignore[union-attr]
+    try:
+        return (marks, *(list(map(method, ours)) for method in methods))
+    except (RuntimeError, ValueError, NotImplementedError):
+        return None
 
 
 def _torch_view(name: str, tensor: torch.Tensor) -> View:
