@@ -158,13 +158,29 @@ def test_with_other_reads_on_the_failed_way_nothing_is_tried(network: MemoryNetw
 
 def test_a_proven_way_that_fails_is_reported(network: MemoryNetwork) -> None:
     there, here = pair(network, {}, {})
-    peer = here.auto.attach(there.serve())
+    description = there.serve()
+    peer = here.auto.attach(description)
     here.read(peer, there)
     here.members["cma"].fail = 1
     read = here.auto.post(peer, here.batch(there))
     assert here.end_of(read).error == "cma is broken"
     assert here.members["tcp"].posts == 0
     assert not here.auto.close(read)
+    here.auto.fence()
+    assert here.read(here.auto.attach(description), there) == "tcp", "some memory can be read by its own process alone"
+
+
+def test_rdma_that_worked_once_is_not_left_for_one_failure(network: MemoryNetwork) -> None:
+    there, here = pair(network, RDMA, {"rdma": True})
+    description = there.serve()
+    peer = here.auto.attach(description)
+    here.read(peer, there)
+    here.members["nixl"].fail = 1
+    read = here.auto.post(peer, here.batch(there))
+    assert here.end_of(read).state is ReadState.FAILED
+    assert not here.auto.close(read)
+    here.auto.fence()
+    assert here.read(here.auto.attach(description), there) == "nixl"
 
 
 def test_another_peer_survives_a_fence_inside_a_fall_back(network: MemoryNetwork) -> None:

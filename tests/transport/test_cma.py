@@ -173,6 +173,40 @@ def test_a_batch_in_flight_while_its_source_revokes_fails(
     assert len(wanted.local) > 2 * (MOST_RUNS - 1)
 
 
+def test_what_was_read_while_memory_changed_owner_never_counts(reader: CmaTransport, memory: np.ndarray) -> None:
+    """The promise of the nonce, with both sides at full speed: a read is done only if nothing was revoked before."""
+    served, source = np.empty(SIZE, np.uint8), CmaTransport("source")
+    offers: list[tuple[int, bytes]] = [(0, b"")]
+    over = threading.Event()
+
+    def serve() -> None:
+        for version in range(1, 200):
+            served[:] = version
+            source.register([Region(served.ctypes.data, SIZE)])
+            offers.append((version, source.describe()))
+            time.sleep(0.001)
+            source.revoke()
+            served[:] = 0xEE
+        over.set()
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    counts = {ReadState.DONE: 0, ReadState.FAILED: 0}
+    while not over.is_set():
+        version, description = offers[-1]
+        try:
+            attached = reader.attach(description)
+        except TransportError:
+            continue
+        for _ in range(3):
+            state = reader.poll(reader.post(attached, all_of(memory, served.ctypes.data))).state
+            counts[state] += 1
+            assert state is ReadState.FAILED or (memory == version).all()
+    serving.join()
+    source.shutdown()
+    assert min(counts.values()) > 10, counts
+
+
 def test_unmapped_memory_fails_and_harms_nobody(reader: CmaTransport, memory: np.ndarray) -> None:
     page = mmap.PAGESIZE
     mapped = mmap.mmap(-1, SIZE)

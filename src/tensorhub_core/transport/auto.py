@@ -51,6 +51,7 @@ class _Read:
     route: _Route
     inner: ReadId | None
     tried: set[str] = field(default_factory=set)
+    failed: bool = False
     error: str = ""
     quiet: bool = True
 
@@ -175,8 +176,10 @@ class AutoTransport:
         progress = self._members[found.route.way].transport.poll(found.inner)
         if progress.state is ReadState.DONE:
             found.route.proven = True
-        elif progress.state is ReadState.FAILED and not found.route.proven:
-            return self._fall_back(found, progress)
+        elif progress.state is ReadState.FAILED:
+            found.failed = True
+            if not found.route.proven:
+                return self._fall_back(found, progress)
         return progress
 
     def close(self, read: ReadId) -> bool:
@@ -186,10 +189,11 @@ class AutoTransport:
         if found is None:
             return True
         quiet = found.quiet if found.inner is None else self._end(found)
-        if not quiet:
-            self._poisoned = True
-            if not found.route.proven:
-                _remember(self._suspects, found.peer.offer.agent, {found.route.way})
+        self._poisoned = self._poisoned or not quiet
+        # The kernel may let a neighbour's memory be read in part: what a driver has pinned, it may not.
+        doubtful = not found.route.proven or found.route.way == "cma"
+        if doubtful and (found.failed or not quiet):
+            _remember(self._suspects, found.peer.offer.agent, {found.route.way})
         return quiet
 
     def fence(self) -> None:
