@@ -131,7 +131,6 @@ class Members:
     def fence(self) -> None:
         """Fence every member, also when one of them cannot be; raises TransportError afterwards."""
         for member in self._made.values():
-            member.epoch += 1
             member.open_reads = 0
         self._all("fence", self._made)
 
