@@ -35,8 +35,8 @@ class Life:
     published: int | None = None
     round: int = 0
     promised: tuple[int, int] | None = None
-    source: Source | None = None
-    readable: int = 0
+    sources: tuple[Source, ...] = ()
+    readable: dict[str, int] = field(default_factory=dict)
     verified: int = 0
     alive: bool = True
     paused_until: float = 0.0
@@ -51,6 +51,11 @@ class Life:
     def filled(self) -> list[Cell]:
         """Return the memory that the present round fills."""
         return self.staged_cells if self.mode == "stage" else self.cells
+
+    def read_from(self, sources: tuple[Source, ...]) -> None:
+        """Read from these sources from now on."""
+        self.sources = sources
+        self.readable = {source.lease: SEGMENTS if source.whole else source.prefix for source in sources}
 
     def unstage(self) -> None:
         """Take the staged copy back; its memory is not used before the answer."""

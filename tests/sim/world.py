@@ -40,6 +40,7 @@ from tensorhub_core.state.messages import (
     RoundAborted,
     Source,
     SourceProgress,
+    SourceSlow,
     Superseded,
     UnknownSession,
     Unpublish,
@@ -74,6 +75,7 @@ class World:
         self.lives: list[Life] = []
         self.by_session: dict[SessionId, Life] = {}
         self.commits = 0
+        self.most_sources = 0
         self.born = 0
         self.shards = shards
         for t in range(trainers):
@@ -191,33 +193,36 @@ class World:
         return max([numbers[-1], *(x.promised[1] for x in self.lives if x.promised)]) + 1
 
     def read(self, life: Life) -> None:
-        """Read one more segment, as it is in the source's memory now."""
-        assert life.source is not None or life.mode == "install"
+        """Read one more segment, as it is in the memory of one of the sources now."""
+        assert life.sources or life.mode == "install"
         assert life.promised is not None
         if life.verified == SEGMENTS:
             life.ask(PutBlob(digest(sums(life.promised[1], life.shard)), sums(life.promised[1], life.shard)))
             life.ask(Done(life.round, digest(sums(life.promised[1], life.shard))))
             life.phase = "done"
             return
-        if life.source is None:
+        if not life.sources:
             life.cells[life.verified] = life.staged_cells[life.verified]
             life.verified += 1
             return
-        if life.verified >= life.readable:
+        able = [source for source in life.sources if life.verified < life.readable[source.lease]]
+        if not able:
             return
-        holder = self.holder(life.source)
-        staged = holder is not None and life.source.placement == holder.staging
+        source = able[0] if len(able) == 1 else self.chance.choice(able)
+        self.most_sources = max(self.most_sources, len(able))
+        holder = self.holder(source)
+        staged = holder is not None and source.placement == holder.staging
         cells = [None] * SEGMENTS if holder is None else holder.staged_cells if staged else holder.cells
         cell = cells[life.verified]
         wrong = self.checksums and cell != (life.promised[1], life.shard)
         if holder is None or not holder.alive or wrong:
             kind = "lost" if holder is None or not holder.alive else "corrupt"
-            life.ask(Relocate(life.round, (LeaseFailure(life.source.lease, kind),)))
+            life.ask(Relocate(life.round, (LeaseFailure(source.lease, kind),)))
             life.phase = "relocating"
             return
         life.filled[life.verified] = cell
         life.verified += 1
-        life.ask(Announce(life.round, life.verified))
+        life.ask(Announce(life.round, life.verified, 100 * life.verified))
 
     def holder(self, source: Source) -> Life | None:
         """Return whose memory a source is."""
@@ -239,19 +244,21 @@ class World:
         elif isinstance(message, Promise) and life.phase in ("joining", "relocating"):
             self.begin(life, message)
         elif isinstance(message, Discard) and life.phase == "done":
-            life.verified, life.phase, life.source = 0, "reading", message.sources[0]
-            life.readable = SEGMENTS if message.sources[0].whole else message.sources[0].prefix
+            life.verified, life.phase = 0, "reading"
+            life.read_from(message.sources)
         elif isinstance(message, NothingNewer) and life.phase == "joining":
             right = [(message.number, life.shard)] * SEGMENTS
             assert right in (life.cells, life.filled), "told to hold what it does not"
             life.round, life.phase = life.round + 1, "idle" if life.published is None else "published"
         elif isinstance(message, Committed) and life.phase == "done":
             self.committed(life)
-        elif isinstance(message, SourceProgress) and life.source is not None and message.lease == life.source.lease:
-            life.readable = SEGMENTS if message.whole else max(life.readable, message.prefix)
-        elif isinstance(message, LeaseLost):
-            if life.source is not None and message.lease == life.source.lease and life.phase == "reading":
-                life.ask(Relocate(life.round, (LeaseFailure(message.lease, "lost"),)))
+        elif isinstance(message, SourceProgress) and message.lease in life.readable:
+            prefix = SEGMENTS if message.whole else message.prefix
+            life.readable[message.lease] = max(life.readable[message.lease], prefix)
+        elif isinstance(message, (LeaseLost, SourceSlow)):
+            if message.lease in life.readable and life.phase == "reading":
+                kind = "lost" if isinstance(message, LeaseLost) else "slow"
+                life.ask(Relocate(life.round, (LeaseFailure(message.lease, kind),)))
                 life.phase = "relocating"
         elif isinstance(message, RoundAborted) and message.round == life.round:
             self.end_round(life)
@@ -299,10 +306,9 @@ class World:
         if life.mode == "install":
             assert promise.number == life.staged, "installs something else"
             assert self.installing[life.replica, life.round] == set(range(life.num_shards)), "not all have staged"
-            life.source = None
+            life.read_from(())
         else:
-            life.source = promise.sources[0]
-            life.readable = SEGMENTS if life.source.whole else life.source.prefix
+            life.read_from(promise.sources)
         if life.phase == "joining" and life.published is not None and life.mode != "stage":
             life.ask(Unpublish())
             life.phase = "withdrawing"
@@ -334,7 +340,7 @@ class World:
                 life.ask(Unpublish())
                 life.published = None
             life.round += 1
-            life.source = None
+            life.read_from(())
 
     def note_outcome(self, life: Life, outcome: str) -> None:
         """Check that a round ends in the same way for every shard that hears of it."""

@@ -238,9 +238,9 @@ class RoundDriver:
             case Advance(lease, prefix, whole):
                 if self._handle is not None:
                     self._handle.advance(lease, self._length_of(lease) if whole else prefix)
-            case Abandon(lease, reason):
+            case Abandon(lease, reason, kind):
                 if self._handle is not None:
-                    self._handle.fail(lease, reason)
+                    self._handle.fail(lease, reason, kind)
             case Stop():
                 if self._handle is not None:
                     self._handle.cancel()

@@ -68,6 +68,7 @@ from tensorhub_core.state.messages import (
     RoundAborted,
     Source,
     SourceProgress,
+    SourceSlow,
 )
 
 MAX_DISCARDS = 8
@@ -239,6 +240,9 @@ def pushed(s: Step, message: Reply) -> None:
             s.effects.append(Abandon(lease_of(state, message.lease), message.reason))
         elif state.phase in (Phase.PLANNING, Phase.WITHDRAWING, Phase.ENTERING):
             state.lost[message.lease] = message.reason
+    elif isinstance(message, SourceSlow) and message.lease in ours:
+        if state.phase is Phase.READING and state.running:
+            s.effects.append(Abandon(lease_of(state, message.lease), message.reason, "slow"))
     elif isinstance(message, SourceProgress) and message.lease in ours:
         state.prefixes[message.lease] = max(message.prefix, state.prefixes.get(message.lease, 0))
         if message.whole:

@@ -200,10 +200,11 @@ class Advance:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Stop reading one source; the job ends SOURCE_FAILED."""
+    """Stop reading one source; the job ends SOURCE_FAILED of this kind."""
 
     lease: str
     reason: str
+    kind: str = "lost"
 
 
 @dataclass(frozen=True, slots=True)

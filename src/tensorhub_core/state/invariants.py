@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from tensorhub_core.ids import CopyId
+from tensorhub_core.schedule.sources import MOST_RAW_SOURCES
 from tensorhub_core.state.records import UNFINISHED, CopyState, Group, ModelState, ServerState
 
 
@@ -94,6 +95,16 @@ def l12_first_manifest_binds(state: ServerState) -> Iterator[str]:
             yield f"copy {copy.id} of {copy.key} differs from its manifest"
 
 
+def l12_sources_have_one_content(state: ServerState) -> Iterator[str]:
+    """Several sources of a shard are either the shards of one replica, or few and the same bytes in one layout."""
+    for worker in state.workers.values():
+        copies = [state.copies[state.leases[lease].copy] for lease in worker.leases]
+        contents = {(copy.memory.layout, copy.sums) for copy in copies}
+        replicas = {state.workers[copy.worker].replica for copy in copies}
+        if min(len(contents), len(replicas)) > 1 or (len(contents) == 1 and len(copies) > MOST_RAW_SOURCES):
+            yield f"{worker.id} reads {len(copies)} copies of {len(replicas)} replicas"
+
+
 def l13_filling_needs_a_round(state: ServerState) -> Iterator[str]:
     """Memory counts as filling, or is awaited, only while its round is open."""
     for copy in state.copies.values():
@@ -165,6 +176,7 @@ LAWS: tuple[Callable[[ServerState], Iterator[str]], ...] = (
     l8_one_worker_per_place,
     l10_high_is_the_highest_whole_version,
     l12_first_manifest_binds,
+    l12_sources_have_one_content,
     l13_filling_needs_a_round,
     l13_nothing_is_overwritten_before_all_have_staged,
     l1_what_is_staged_was_whole_before,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tensorhub_core.errors import DeadlineExceeded, StateError
 from tensorhub_core.ids import SessionId
-from tensorhub_core.state import blobs, membership, reads, rounds, staging, status, versions
+from tensorhub_core.state import blobs, membership, reads, rounds, staging, status, stragglers, versions
 from tensorhub_core.state.context import Step, failure
 from tensorhub_core.state.events import Disconnected, Effect, Event, Received, Send, Tick
 from tensorhub_core.state.leases import settle_drains
@@ -154,6 +154,7 @@ def tick(s: Step) -> None:
     membership.check_silence(s)
     for model in s.state.models.values():
         rounds.check_rounds(s, model)
+        stragglers.tell_stragglers(s, model)
     if s.now - s.state.swept_s >= blobs.KEEP_UNREFERENCED_S:
         blobs.sweep(s)
 

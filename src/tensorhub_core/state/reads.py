@@ -81,6 +81,7 @@ def announce(s: Step, worker: Worker, request: int, m: Announce) -> None:
     if copy is None or not leases_stand(s, current, worker.shard):
         return
     copy.done_bytes = max(0, min(m.done_bytes, copy.memory.total_bytes))
+    copy.speed.note(copy.done_bytes, s.now)
     prefix = min(m.prefix, copy.memory.num_segments)
     if copy.sums and prefix > copy.prefix:
         copy.prefix = prefix
@@ -152,6 +153,7 @@ def done(s: Step, worker: Worker, request: int, m: Done) -> None:
         return abort_for(s, group, worker, request, current, CorruptTransfer(text))
     joined.done_request, joined.done_sums, joined.orphaned_since_s = request, sums, None
     copy.prefix, copy.done_bytes = copy.memory.num_segments, copy.memory.total_bytes
+    copy.speed.finish(copy.done_bytes, s.now)
     if copy.offered and copy.sums:
         tell_followers(s, copy)
     if all(shard in current.joined and current.joined[shard].done_request is not None for shard in group.members):

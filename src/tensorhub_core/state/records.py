@@ -16,6 +16,7 @@ from tensorhub_core.ids import (
     VersionKey,
     WorkerId,
 )
+from tensorhub_core.schedule.speed import Speed
 from tensorhub_core.state.messages import Message
 
 
@@ -83,6 +84,7 @@ class Copy:
     """Unfinished copies between this one and a whole one when it got its sources."""
     done_bytes: int = 0
     started_s: float = 0.0
+    speed: Speed = field(default_factory=Speed)
     leases: set[LeaseId] = field(default_factory=set)
     """Leases of readers on this copy."""
 
@@ -163,7 +165,7 @@ class Round:
     """One replicate / update / stage / install by all shards of a replica (law L2).
 
     `key` is the promise; `verdict` how the round ended, kept until every shard has heard it. `avoid` holds, per
-    shard, the copies that failed it and how.
+    shard, the copies that failed it and how; `told_slow` those it was told to leave because they are slow.
     """
 
     number: int
@@ -173,6 +175,7 @@ class Round:
     key: VersionKey | None = None
     leases: dict[int, list[LeaseId]] = field(default_factory=dict)
     avoid: dict[int, dict[CopyId, str]] = field(default_factory=dict)
+    told_slow: dict[int, set[CopyId]] = field(default_factory=dict)
     verdict: Message | None = None
     unheard: set[int] = field(default_factory=set)
     join_by_s: float | None = None

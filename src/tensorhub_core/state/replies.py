@@ -204,6 +204,17 @@ class LeaseLost(Message, frozen=True):
     reason: str
 
 
+class SourceSlow(Message, frozen=True):
+    """A leased source is far slower than what others read from: leave it with `Relocate` (kind `slow`).
+
+    The lease stands until then, so what is read meanwhile counts.
+    """
+
+    round: int
+    lease: str
+    reason: str
+
+
 class SourceProgress(Message, frozen=True):
     """A leased source that is still filling has verified more segments, or is whole now."""
 
@@ -241,8 +252,9 @@ Reply = (
     | RoundAborted
     | LeaseLost
     | SourceProgress
+    | SourceSlow
     | Superseded
     | UnknownSession
 )
 
-PUSHES: tuple[type[Message], ...] = (RoundAborted, LeaseLost, SourceProgress, Superseded, UnknownSession)
+PUSHES: tuple[type[Message], ...] = (RoundAborted, LeaseLost, SourceProgress, SourceSlow, Superseded, UnknownSession)

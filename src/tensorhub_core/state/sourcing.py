@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from tensorhub_core.ids import CopyId, Digest, VersionKey, WorkerId
 from tensorhub_core.schedule.sources import Candidate, Place, choose_more, choose_raw, choose_replica
+from tensorhub_core.schedule.speed import Speed
 from tensorhub_core.state.context import Step
 from tensorhub_core.state.leases import add_awaited, grant, new_copy_id
 from tensorhub_core.state.records import UNFINISHED, Copy, CopyState, Group, ModelState, Registration, Round, Worker
@@ -124,7 +125,7 @@ def lease_shard(s: Step, group: Group, shard: int, current: Round, promised: boo
     copies = choose_copies(s, group, reader, current, promised)
     current.leases[shard] = [grant(s, group, shard, current.number, copy).id for copy in copies]
     if (unfinished := reader.unfinished()) is not None:
-        unfinished.depth = depth_below(copies)
+        unfinished.depth, unfinished.speed = depth_below(copies), Speed()
     return bool(copies)
 
 

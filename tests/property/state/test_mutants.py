@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tensorhub_core.schedule.sources import Candidate
 from tensorhub_core.state import leases, machine, membership, reads, rounds, sourcing, staging, versions
 from tests.sim.world import World
 
@@ -33,6 +34,15 @@ def withdraw_at_once(patch: pytest.MonkeyPatch) -> None:
 def done_is_not_checked(patch: pytest.MonkeyPatch) -> None:
     """L4: bytes count although the leases did not stand."""
     patch.setattr(reads, "leases_stand", lambda s, current, shard: True)
+
+
+def others_may_be_unfinished(patch: pytest.MonkeyPatch) -> None:
+    """L14: beside the best source any other one is read, also one that is still filling."""
+
+    def more(reader: object, best: Candidate, candidates: list[Candidate]) -> list[Candidate]:
+        return [other for other in candidates if other.copy != best.copy]
+
+    patch.setattr(sourcing, "choose_more", more)
 
 
 def suspected_keep_leases(patch: pytest.MonkeyPatch) -> None:
@@ -151,6 +161,7 @@ STAGING_MUTANTS = [
 MUTANTS: list[Patch] = [
     withdraw_at_once,
     done_is_not_checked,
+    others_may_be_unfinished,
     suspected_keep_leases,
     half_versions_are_whole,
     promise_may_change,
@@ -165,7 +176,7 @@ MUTANTS: list[Patch] = [
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_the_worlds_notice(mutant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
-    for seed in range(150):
+    for seed in range(400):
         shape, stages = [(2, 2, 1), (3, 1, 2), (4, 1, 1)][seed % 3], mutant in STAGING_MUTANTS
         world = World(seed, *shape, checksums=seed % 2 == 0, stages=stages)
         try:

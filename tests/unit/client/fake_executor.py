@@ -66,7 +66,7 @@ class Job:
         self.verified = np.zeros(len(plan), np.bool_) if verified is None else verified.copy()
         self.read: list[int] = []
         self.allowed = {source.lease: source.prefix for source in sources}
-        self.lost: dict[str, str] = {}
+        self.lost: dict[str, tuple[str, str]] = {}
         self.changed = threading.Condition()
         self.cancelled = False
         self.outcome: ReadOutcome | None = None
@@ -77,9 +77,9 @@ class Job:
             self.allowed[lease] = max(prefix, self.allowed.get(lease, 0))
             self.changed.notify_all()
 
-    def fail(self, lease: str, reason: str) -> None:
+    def fail(self, lease: str, reason: str, kind: str = "lost") -> None:
         with self.changed:
-            self.lost[lease] = reason
+            self.lost[lease] = (kind, reason)
             self.changed.notify_all()
 
     def cancel(self) -> None:
@@ -115,8 +115,8 @@ class Job:
             if self.cancelled:
                 return self._end(ReadEnd.CANCELLED)
             if self.lost:
-                lease, reason = next(iter(self.lost.items()))
-                return self._end(ReadEnd.SOURCE_FAILED, lease, "lost", reason)
+                lease, (kind, reason) = next(iter(self.lost.items()))
+                return self._end(ReadEnd.SOURCE_FAILED, lease, kind, reason)
             data = self._fetch(source, segment)
             if xxhash.xxh3_64_intdigest(data) != int(source.sums[segment]):
                 return self._end(ReadEnd.SOURCE_FAILED, source.lease, "corrupt", "checksum")

@@ -50,6 +50,7 @@ from tensorhub_core.state.messages import (
     Reply,
     RoundAborted,
     SourceProgress,
+    SourceSlow,
 )
 from tests.unit.client.round_driver import CANCELLED, VERIFIED, Driver, ended, only, outcome, source, updating
 
@@ -134,6 +135,20 @@ def test_a_lost_lease_stops_its_source_and_the_read_goes_on_elsewhere() -> None:
     assert only(driver.feed(failed), Ask).message == Relocate(3, (LeaseFailure("l1", "lost"),))
     assert driver.promise(source("l2", "b")) == [Plan(True)]
     assert driver.feed(Planned()) == [Read()], "the memory is being filled already"
+
+
+def test_a_source_that_the_server_calls_slow_is_left_for_another_and_reported_so() -> None:
+    driver = Driver().to_reading()
+    assert driver.feed(Pushed(SourceSlow(3, "someone else's", "1 byte/s"))) == []
+    assert driver.feed(Pushed(SourceSlow(3, "l1", "1 byte/s"))) == [Abandon("l1", "1 byte/s", "slow")]
+    failed = ReadEnded(outcome(ReadEnd.SOURCE_FAILED, "l1", "slow"))
+    assert only(driver.feed(failed), Ask).message == Relocate(3, (LeaseFailure("l1", "slow"),))
+    assert driver.promise(source("l2", "b")) == [Plan(True)], "what is verified counts"
+
+
+def test_a_slow_source_that_has_given_everything_is_not_left() -> None:
+    driver = Driver().to_confirming()
+    assert driver.feed(Pushed(SourceSlow(3, "l1", "1 byte/s"))) == []
 
 
 def test_pushes_of_other_rounds_and_leases_mean_nothing() -> None:

@@ -69,6 +69,33 @@ def test_a_running_read_goes_on_over_a_restart_under_the_same_memory() -> None:
     assert only(driver.feed(failed), Ask).message == Relocate(0, (LeaseFailure("n1", "lost"),))
 
 
+def test_a_read_from_several_sources_goes_on_when_the_restart_names_them_in_another_order() -> None:
+    driver = Driver()
+    driver.feed(Begin())
+    driver.promise(source("l1", "a"), source("l2", "b"))
+    driver.feed(Planned())
+    driver.answer(Ok())
+    driver.feed(reopened())
+    effects = driver.promise(source("n2", "b"), source("n1", "a", False, 2))
+    assert effects == [Tell(Filling(0)), Advance("l2", 4, True), Advance("l1", 2, False)]
+    assert driver.feed(Pushed(SourceProgress("n1", 3, False))) == [Advance("l1", 3, False)]
+    assert driver.feed(Pushed(LeaseLost(0, "n2", "gone"))) == [Abandon("l2", "gone")]
+    failed = ReadEnded(outcome(ReadEnd.SOURCE_FAILED, "l2", "lost"))
+    assert only(driver.feed(failed), Ask).message == Relocate(0, (LeaseFailure("n2", "lost"),))
+    assert driver.promise(source("n3", "a")) == [Plan(True)], "what is verified is kept"
+
+
+def test_a_read_is_planned_again_when_the_restart_names_fewer_sources() -> None:
+    driver = Driver()
+    driver.feed(Begin())
+    driver.promise(source("l1", "a"), source("l2", "b"))
+    driver.feed(Planned())
+    driver.answer(Ok())
+    driver.feed(reopened())
+    assert driver.promise(source("n1", "a")) == [Stop()]
+    assert driver.feed(ReadEnded(outcome(ReadEnd.CANCELLED, done=50))) == [Plan(True)]
+
+
 def test_a_running_read_is_planned_again_when_the_restart_names_other_memory() -> None:
     driver = Driver().to_reading()
     driver.feed(reopened())

@@ -1,0 +1,67 @@
+"""Tell readers to leave a source that is far slower than what others of the version read from.
+
+A reader of several sources compares them itself. For one of a single source the server compares readers: it tells each
+at most once per source and round, and at most twice in all, for a reader that stays slow is slow itself.
+"""
+
+from __future__ import annotations
+
+from tensorhub_core.ids import CopyId, VersionKey
+from tensorhub_core.schedule.speed import is_slow
+from tensorhub_core.state.context import Step
+from tensorhub_core.state.messages import SourceSlow
+from tensorhub_core.state.records import Copy, CopyState, ModelState, Round, Worker
+from tensorhub_core.state.sourcing import choose_among
+
+_MOST_TOLD = 2
+_MOST_READERS = 1
+"""A source with more readers has no room for one that leaves another source."""
+
+
+def tell_stragglers(s: Step, model: ModelState) -> None:
+    """Measure the copies that fill, and tell readers of slow sources to look for others."""
+    for key in sorted(model.holders):
+        copies = [c for name in model.holders[key] for w in s.members(model.groups[name]) for c in w.copies()]
+        copies = [copy for copy in copies if copy.key == key]
+        for copy in copies:
+            if copy.state is CopyState.FILLING:
+                copy.speed.measure(s.now)
+        speeds = [copy.speed for copy in copies]
+        slow = {copy.id: copy for copy in copies if is_slow(copy.speed, speeds) and copy.state is CopyState.FILLING}
+        blamed = {source.id for copy in slow.values() if (source := only_source(s, copy)) is not None}
+        for copy in slow.values():
+            source = only_source(s, copy)
+            if source is not None and source.id not in slow:
+                tell(s, copy, source, key, blamed | slow.keys())
+
+
+def only_source(s: Step, copy: Copy) -> Copy | None:
+    """Return the source of a copy that has a single one."""
+    leases = s.holder(copy).leases
+    return s.state.copies[s.state.leases[next(iter(leases))].copy] if len(leases) == 1 else None
+
+
+def tell(s: Step, copy: Copy, source: Copy, key: VersionKey, slow: set[CopyId]) -> None:
+    """Tell a slow reader to leave its source, unless there is nothing better or it was told before."""
+    reader = s.holder(copy)
+    current = s.group(reader).open_round()
+    if current is None or current.key != key or not reads_now(current, reader):
+        return
+    told = current.told_slow.setdefault(reader.shard, set())
+    avoid = current.avoid.get(reader.shard, {})
+    if source.id in told or source.id in avoid or len(told) >= _MOST_TOLD:
+        return
+    better = choose_among(s, s.group(reader), reader, key, True, {*avoid, *slow, source.id})
+    if not better or any(len(other.leases) > _MOST_READERS for other in better):
+        return
+    told.add(source.id)
+    rate = copy.speed.bytes_per_s or 0.0
+    text = f"{rate:,.0f} bytes/s, far less than others of this version get"
+    s.log("warning", f"{reader.replica}/{reader.shard} reads slowly from {s.holder(source).replica}: {text}")
+    s.push(reader, SourceSlow(current.number, next(iter(reader.leases)), text))
+
+
+def reads_now(current: Round, reader: Worker) -> bool:
+    """Tell whether a shard is in the middle of a read."""
+    joined = current.joined.get(reader.shard)
+    return joined is not None and joined.done_request is None and joined.orphaned_since_s is None
