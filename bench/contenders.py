@@ -108,9 +108,21 @@ class VmReadv(Way):
 
 
 class Pushed(Way):
-    """A way whose source sends when it is asked."""
+    """A way whose source sends when it is asked, on a thread that ends when the sink closes."""
+
+    serves = False
+
+    def close(self) -> None:
+        """Let the source's thread end."""
+        if not self.serves:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Tell the source that no more is wanted."""
+        raise NotImplementedError
 
     def _serve(self) -> None:
+        self.serves = True
         threading.Thread(target=self._serve_all, daemon=True).start()
 
     def _serve_all(self) -> None:
@@ -157,8 +169,7 @@ class RawTcp(Pushed):
                     raise EOFError("the source has gone")
                 group = _rest(group, got)
 
-    def close(self) -> None:
-        """Disconnect."""
+    def _leave(self) -> None:
         self._socket.close()
 
     def _asked(self) -> bool:
@@ -219,12 +230,15 @@ class Zmq(Pushed):
             for frame, to in zip(self._socket.recv_multipart(copy=False), message, strict=True):
                 to[:] = frame.buffer
 
-    def close(self) -> None:
-        """Disconnect."""
-        self._socket.close(linger=0)
+    def _leave(self) -> None:
+        self._socket.send(b"")
+        self._socket.close(linger=1000)
 
     def _asked(self) -> bool:
-        return bool(self._socket.recv())
+        more = bool(self._socket.recv())
+        if not more:
+            self._socket.close()
+        return more
 
     def _push(self) -> None:
         for message in self._messages:
@@ -276,8 +290,7 @@ class Gloo(Pushed):
         for tensor in self._parts:
             self._distributed.recv(tensor, 0, tag=self.tag)
 
-    def close(self) -> None:
-        """End the source's thread."""
+    def _leave(self) -> None:
         self._token[0] = 0
         self._distributed.send(self._token, 0, tag=self.tag)
 
