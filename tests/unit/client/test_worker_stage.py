@@ -12,10 +12,12 @@ import torch
 from tensorhub_core.errors import (
     ConfigError,
     DeadlineExceeded,
+    LayoutMismatch,
     RegistrationError,
     StateError,
     VersionUnavailable,
 )
+from tensorhub_core.layout.types import Box
 from tests.unit.client.fake_executor import FakeExecutor, Job, SourceBroken
 from tests.unit.client.hubs import (
     Gate,
@@ -311,3 +313,38 @@ def test_tensors_that_moved_since_the_stage_are_noticed(here: Hub) -> None:
     with pytest.raises(RegistrationError, match="'weight'"):
         staged.install()
     staged.discard()
+
+
+def test_the_next_stage_waits_for_readers_of_what_was_installed(here: Hub) -> None:
+    trainer, rollout, _ = holder(here)
+    staged = rollout.stage()
+    trainer.unpublish()
+    gate = Gate(2)
+    other, copied = reader(here, "other", executor=gate.executor)
+    reading = in_background(lambda: other.replicate(2))
+    assert gate.reached.wait(10)
+    assert staged.install() == 2
+    trainer.register(weights(6))
+    trainer.publish(3)
+    with pytest.raises(DeadlineExceeded, match="stage"):
+        rollout.stage(timeout_s=0.4)
+    gate.open.set()
+    assert reading.result(10) == 2
+    assert equal(copied, weights(5))
+    assert rollout.stage().install() == 3
+
+
+def test_sources_of_another_layout_may_be_refused_before_a_byte_is_fetched(here: Hub) -> None:
+    trainer = here.connect()
+    trainer.register({"w": np.ones((40, 50), np.float32)})
+    trainer.publish(1)
+    rollout, half = here.connect("rollout"), np.zeros((20, 50), np.float32)
+    rollout.register({"w": half}, boxes={"w": [Box("w", (0, 0), (20, 50), (0, 0))]})
+
+    def refuse(layouts: object) -> None:
+        raise LayoutMismatch("not these")
+
+    with pytest.raises(LayoutMismatch, match="not these"):
+        rollout.stage(check=refuse)
+    assert rollout.stage().install() == 1
+    assert (half == 1).all()
