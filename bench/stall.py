@@ -25,20 +25,28 @@ def swaps(file: Path) -> list[dict[str, float]]:
 
 
 def measure() -> list[Row]:
-    """Read the demos' records."""
+    """Read the demos' records; swaps that were staged are told apart from those that were not."""
     rows = []
     for file in sorted(RESULTS.glob("demo-*.json")):
-        found, name = swaps(file), file.stem
-        if not found:
-            continue
+        reports = swaps(file)
+        staged = [report for report in reports if report.get("stage_s")]
+        plain = [report for report in reports if not report.get("stage_s")]
+        rows += [*figures(file.stem, plain), *figures(f"{file.stem}, staged", staged)]
+    if not rows:
+        print("no demo has been run here: `make demo` measures the stall of a swap", file=sys.stderr)
+    return rows
+
+
+def figures(name: str, found: list[dict[str, float]]) -> list[Row]:
+    """Return the medians of some swaps and the worst of them."""
+    rows = []
+    if found:
         size = max(report["total_bytes"] for report in found) / 1e6
         rows.append(Row(f"{name}: swaps measured", len(found), f"of {size:,.1f} MB"))
         for part in PARTS:
             seconds = [report[part] for report in found]
             rows.append(Row(f"{name}: {part.removesuffix('_s')}, median", statistics.median(seconds) * 1e3, "ms"))
         rows.append(Row(f"{name}: total, worst", max(report["total_s"] for report in found) * 1e3, "ms"))
-    if not rows:
-        print("no demo has been run here: `make demo` measures the stall of a swap", file=sys.stderr)
     return rows
 
 

@@ -93,4 +93,6 @@ def _shown(answer: Answer) -> str:
 
 
 def _parts(report: Report) -> str:
-    return f"drain {report.drain_s:.3f} + transfer {report.transfer_s:.3f} + process {report.process_s:.3f}"
+    staged = f", staged in {report.stage_s:.3f} s before" if report.stage_s else ""
+    word = "install" if report.stage_s else "transfer"
+    return f"drain {report.drain_s:.3f} + {word} {report.transfer_s:.3f} + process {report.process_s:.3f}{staged}"

@@ -55,7 +55,8 @@ class Report:
     """What an engine says about its weights: `GET /tensorhub/version`.
 
     `sources` are the replicas its shards were filled from, `drain_s`, `transfer_s`, `process_s` the parts of the time
-    in which it did not answer during its last swap.
+    in which it did not answer during its last swap; `stage_s` is how long the bytes took before that, 0.0 if they came
+    in that time.
     """
 
     version: int | None
@@ -67,6 +68,7 @@ class Report:
     transfer_s: float
     process_s: float
     total_s: float
+    stage_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ def read_report(body: dict[str, Any]) -> Report:
         transfer_s=swap.get("transfer_s", 0.0),
         process_s=swap.get("process_s", 0.0),
         total_s=swap.get("total_s", 0.0),
+        stage_s=swap.get("stage_s", 0.0),
     )
 
 

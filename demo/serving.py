@@ -58,9 +58,12 @@ def start_hub(children: Children) -> tuple[Child, str]:
     return hub, found[0]
 
 
-def start_engine(children: Children, replica: str, model: Path, hub: str, port: int, core: int) -> Child:
-    """Start `vllm serve MODEL --weight-source tensorhub`, which follows the hub's newest version."""
-    source = {"server": hub, "model": MODEL, "replica": replica, "follow": True, "timeout_s": 300}
+def start_engine(children: Children, replica: str, model: Path, hub: str, port: int, core: int, staged: bool) -> Child:
+    """Start `vllm serve MODEL --weight-source tensorhub`, which follows the hub's newest version.
+
+    `staged`: it fetches a version while it serves the one before, and stands still only to put it in place.
+    """
+    source = {"server": hub, "model": MODEL, "replica": replica, "follow": True, "staged": staged, "timeout_s": 300}
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--served-model-name", SERVED_NAME, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--weight-source", "tensorhub", "--weight-source-config", json.dumps(source)]

@@ -115,7 +115,7 @@ class Session:
     def _start(self, replica: str, bare: Path, address: str, port: int) -> tuple[Engine, Child]:
         """Start an engine on a core of its own, as far as there are cores."""
         core = cores()[(len(self._programs) - 1) % len(cores())]
-        program = start_engine(self._children, replica, bare, address, port, core)
+        program = start_engine(self._children, replica, bare, address, port, core, staged=replica == _LATE)
         self._programs.append(program)
         return Engine(replica, port, timeout_s=_READY_S), program
 

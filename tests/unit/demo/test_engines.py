@@ -89,6 +89,9 @@ def test_read_report() -> None:
     report = read_report(VERSION)
     assert (report.version, report.state, report.sources, report.total_bytes) == (7, "serving", ("trainer",), 150)
     assert (report.drain_s, report.transfer_s, report.process_s, report.total_s) == (0.1, 0.2, 0.3, 0.6)
+    assert report.stage_s == 0.0
+    staged = read_report({**VERSION, "last_swap": {"mode": "wait", "total_s": 0.6, "stage_s": 0.4}})
+    assert staged.stage_s == 0.4
 
 
 def test_read_the_report_of_a_first_fill() -> None:
