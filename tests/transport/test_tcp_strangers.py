@@ -298,7 +298,9 @@ def _echo(taken: socket.socket, hello: bytes) -> None:
 
 
 def _guess(taken: socket.socket, hello: bytes) -> None:
-    taken.sendall(encode_frame(Kind.CHALLENGE, 0, bytes(48)))
+    taken.sendall(encode_frame(Kind.CHALLENGE, 0, bytes(48)) + encode_frame(Kind.WELCOME))
+    while taken.recv(100):  # until the reader goes away
+        continue
 
 
 def _noise(taken: socket.socket, hello: bytes) -> None:

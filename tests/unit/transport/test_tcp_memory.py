@@ -9,10 +9,7 @@ from hypothesis import strategies as st
 
 from tensorhub_core.errors import TransportError
 from tensorhub_core.transport.base import Region
-from tensorhub_core.transport.host import Host
-from tensorhub_core.transport.tcp_addresses import order_of_trying, share_loopback
 from tensorhub_core.transport.tcp_memory import Vector, address_space, merge, sound
-from tensorhub_core.transport.tcp_wire import Endpoint
 
 RUNS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), min_size=1, max_size=30)
 """(gap, length) of each run."""
@@ -88,20 +85,3 @@ def test_what_sockets_cannot_reach_is_no_region(wrong: Region) -> None:
     with pytest.raises(TransportError):
         sound([Region(8, 8), wrong])
     assert sound([Region(8, 8), Region(0, 0)]) == [Region(8, 8)]
-
-
-def test_loopback_is_tried_first_where_it_leads_to_the_source_and_nowhere_else() -> None:
-    near = [Endpoint("127.0.0.1", 5), Endpoint("::1", 5)]
-    far = [Endpoint("10.0.0.1", 5), Endpoint("fd00::1", 5)]
-    assert order_of_trying([*far, *near], same_host=True) == [near, far]
-    assert order_of_trying([*far, *near], same_host=False) == [far]
-    assert order_of_trying(near, same_host=False) == []
-
-
-def test_who_shares_a_loopback() -> None:
-    here = Host("boot", 1, 2)
-    assert share_loopback(here, Host("boot", 1, 2))
-    assert share_loopback(here, Host("boot", 9, 2)), "containers of one pod"
-    assert not share_loopback(here, Host("boot", 1, 3))
-    assert not share_loopback(here, Host("other", 1, 2))
-    assert not share_loopback(None, None)
