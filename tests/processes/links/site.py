@@ -11,7 +11,7 @@ from bench.content import digest, make
 from bench.netns import Host
 from bench.remote import Remote
 
-LEASE_S = 2.0
+LEASE_S = 1.5
 TOTAL_BYTES = 16 << 20
 COUNT = 40
 RATE_MBIT = 100
