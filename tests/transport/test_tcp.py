@@ -8,7 +8,6 @@ import math
 import mmap
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,46 +19,15 @@ import pytest
 
 from tensorhub_core.clock import SystemClock
 from tensorhub_core.errors import TransportError
-from tensorhub_core.transport.base import PeerId, ReadId, ReadState, Region
-from tensorhub_core.transport.description import decode_description, encode_description
+from tensorhub_core.transport.base import ReadId, ReadState, Region
 from tensorhub_core.transport.extents import Extents, pack_regions
 from tensorhub_core.transport.tcp import TcpTransport
-from tensorhub_core.transport.tcp_addresses import listen
 from tensorhub_core.transport.tcp_serving import ServingLimits, TcpServer
-from tensorhub_core.transport.tcp_wire import Endpoint, TcpOffer, decode_metadata, encode_metadata
+from tensorhub_core.transport.tcp_wire import TcpOffer
 from tests.transport.lab import PEER_BYTES, SENTINEL, ProcessPeer, batch
+from tests.transport.tcp_sides import MIB, Side, described, offer_of, seeded, wait_until
 
 pytestmark = pytest.mark.timeout(120)
-
-MIB = 1 << 20
-
-
-class Side:
-    """A transport and `memory` u8 [bytes] that it registered."""
-
-    def __init__(self, memory: np.ndarray, token: str = "test") -> None:
-        self.memory = memory
-        self.transport = TcpTransport(token, connect_timeout_s=1.0)
-        self.transport.register([Region(memory.ctypes.data, memory.nbytes)])
-
-    @property
-    def at(self) -> int:
-        return self.memory.ctypes.data
-
-    def post(self, peer: PeerId, there: int, size: int) -> ReadId:
-        return self.transport.post(peer, batch((self.at, there, size)))
-
-    def end_of(self, read: ReadId) -> ReadState:
-        end = time.monotonic() + 20
-        while (state := self.transport.poll(read).state) is ReadState.ACTIVE and time.monotonic() < end:
-            time.sleep(0.0002)
-        return state
-
-    def read(self, peer: PeerId, there: int, size: int) -> np.ndarray:
-        read = self.post(peer, there, size)
-        assert self.end_of(read) is ReadState.DONE, self.transport.poll(read).error
-        assert self.transport.close(read)
-        return self.memory[:size]
 
 
 @pytest.fixture
@@ -67,36 +35,13 @@ def sides() -> Iterator[Callable[..., Side]]:
     made: list[Side] = []
 
     def make(size: int = MIB, seed: int | None = None) -> Side:
-        content = np.full(size, SENTINEL, np.uint8) if seed is None else _seeded(seed, size)
+        content = np.full(size, SENTINEL, np.uint8) if seed is None else seeded(seed, size)
         made.append(Side(content, f"test{len(made)}"))
         return made[-1]
 
     yield make
     for side in made:
         side.transport.shutdown()
-
-
-def _seeded(seed: int, size: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    """Wait for a condition that has to come."""
-    end = time.monotonic() + 10
-    while not true():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.002)
-
-
-def offer_of(side: Side) -> tuple[str, TcpOffer]:
-    """Return the agent's name and what its description carries."""
-    found = decode_description(side.transport.describe(), "tcp")
-    return found.agent, decode_metadata(found.metadata)
-
-
-def described(agent: str, offer: TcpOffer) -> bytes:
-    """Return the description of an offer."""
-    return encode_description("tcp", agent, encode_metadata(offer))
 
 
 @pytest.fixture
@@ -188,7 +133,7 @@ def test_after_revoke_no_thread_sends_what_the_memory_holds_then(sides: Callable
 
 
 def test_a_reader_that_takes_nothing_is_given_up_and_may_come_again(sides: Callable[..., Side]) -> None:
-    memory, side = _seeded(1, 32 * MIB), sides(32 * MIB)
+    memory, side = seeded(1, 32 * MIB), sides(32 * MIB)
     server = TcpServer("patient", None, SystemClock(), ServingLimits(stalled_s=0.3))
     regions = [Region(memory.ctypes.data, memory.nbytes)]
     server.allowed = Extents(regions)
@@ -218,7 +163,7 @@ def test_two_hundred_readers_at_once(sides: Callable[..., Side]) -> None:
 
 
 def test_idle_readers_make_room_for_others_and_busy_ones_do_not(sides: Callable[..., Side]) -> None:
-    memory, readers = _seeded(12, 32 * MIB), [sides(32 * MIB) for _ in range(3)]
+    memory, readers = seeded(12, 32 * MIB), [sides(32 * MIB) for _ in range(3)]
     regions = [Region(memory.ctypes.data, memory.nbytes)]
     server = TcpServer("small", None, SystemClock(), ServingLimits(readers=2, idle_s=0.0))
     server.allowed = Extents(regions)
@@ -237,39 +182,6 @@ def test_idle_readers_make_room_for_others_and_busy_ones_do_not(sides: Callable[
         sides(16).transport.attach(offer)
     finally:
         server.stop()
-
-
-def test_descriptions_of_thousands_of_regions(sides: Callable[..., Side]) -> None:
-    memory = _seeded(5, 4 * MIB)
-    serving = TcpTransport("many")
-    serving.register([Region(memory.ctypes.data + at, 100) for at in range(0, 4 * MIB - 128, 128)])
-    try:
-        side = sides(MIB)
-        peer = side.transport.attach(serving.describe())
-        for at in (0, 128, 4 * MIB - 256):
-            assert np.array_equal(side.read(peer, memory.ctypes.data + at, 100), memory[at : at + 100])
-            with pytest.raises(TransportError, match="outside"):
-                side.post(peer, memory.ctypes.data + at, 101)
-    finally:
-        serving.shutdown()
-
-
-def test_more_regions_change_no_address_and_interrupt_nobody(sides: Callable[..., Side]) -> None:
-    serving, side, added = sides(16 * MIB, seed=6), sides(16 * MIB), _seeded(7, 4096)
-    agent, before = offer_of(serving)
-    old = side.transport.attach(serving.transport.describe())
-    read = side.post(old, serving.at, 16 * MIB)
-    assert side.transport.poll(read).state is ReadState.ACTIVE
-    serving.transport.register([Region(added.ctypes.data, added.nbytes)])
-    assert (agent, before.endpoints, before.secret) == (agent, offer_of(serving)[1].endpoints, before.secret)
-    with pytest.raises(TransportError, match="outside"):
-        side.post(old, added.ctypes.data, 4096)
-    new = side.transport.attach(serving.transport.describe())
-    assert side.end_of(read) is ReadState.DONE
-    assert np.array_equal(side.memory, serving.memory)
-    assert np.array_equal(side.read(new, added.ctypes.data, 4096), added)
-    with pytest.raises(TransportError, match="not attached"):
-        side.post(old, serving.at, 16)
 
 
 def test_a_later_life_has_another_name_and_secret(sides: Callable[..., Side]) -> None:
@@ -356,38 +268,3 @@ def test_five_hundred_transports_leave_nothing_behind() -> None:
     gc.collect()
     wait_until(lambda: (process.num_threads(), process.num_fds()) == before[:2])
     assert process.memory_info().rss - before[2] < 16 * MIB
-
-
-def test_the_interface_decides_where_it_listens() -> None:
-    memory = np.zeros(4096, np.uint8)
-    with pytest.raises(TransportError, match="'nowhere0' has no address"):
-        TcpTransport("x", interface="nowhere0").register([Region(memory.ctypes.data, 4096)])
-    listeners, endpoints = listen("lo")
-    for listener in listeners:
-        listener.close()
-    assert endpoints
-    assert all(endpoint.loopback for endpoint in endpoints)
-    everywhere, endpoints = listen(None)
-    everywhere[0].close()
-    assert endpoints[-1].loopback
-    assert len({endpoint.port for endpoint in endpoints}) == 1
-
-
-def test_addresses_are_tried_together_and_named_if_all_fail(sides: Callable[..., Side]) -> None:
-    serving, side = sides(4096, seed=11), sides(4096)
-    agent, offer = offer_of(serving)
-    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as gone:
-        quiet, refused = (Endpoint("127.0.0.1", each.getsockname()[1]) for each in (silent, gone))
-        gone.close()
-        wrong = TcpOffer(offer.secret, offer.host, (quiet, refused), offer.regions)
-        with pytest.raises(TransportError) as caught:
-            side.transport.attach(described(agent, wrong))
-        assert f"{quiet}: no answer within 1.0 s" in str(caught.value)
-        assert f"{refused}: Connection refused" in str(caught.value)
-        right = TcpOffer(offer.secret, offer.host, (quiet, refused, *offer.endpoints), offer.regions)
-        assert np.array_equal(
-            side.read(side.transport.attach(described(agent, right)), serving.at, 4096), serving.memory
-        )
-    elsewhere = TcpOffer(offer.secret, None, tuple(e for e in offer.endpoints if e.loopback), offer.regions)
-    with pytest.raises(TransportError, match="own machine only"):
-        sides(16).transport.attach(described(agent, elsewhere))

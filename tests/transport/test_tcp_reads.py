@@ -1,0 +1,157 @@
+"""Reading over tcp: which addresses are tried, what a description lets be read, and what ends a read."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from tensorhub_core.errors import TransportError
+from tensorhub_core.transport.base import ReadState, Region
+from tensorhub_core.transport.tcp import TcpTransport
+from tensorhub_core.transport.tcp_addresses import listen
+from tensorhub_core.transport.tcp_wire import Endpoint, TcpOffer
+from tests.transport.lab import SENTINEL, batch
+from tests.transport.tcp_sides import MIB, Side, described, offer_of, seeded
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def sides() -> Iterator[Callable[..., Side]]:
+    made: list[Side] = []
+
+    def make(size: int = MIB, seed: int | None = None) -> Side:
+        content = np.full(size, SENTINEL, np.uint8) if seed is None else seeded(seed, size)
+        made.append(Side(content, f"test{len(made)}"))
+        return made[-1]
+
+    yield make
+    for side in made:
+        side.transport.shutdown()
+
+
+def test_the_interface_decides_where_it_listens() -> None:
+    memory = np.zeros(4096, np.uint8)
+    with pytest.raises(TransportError, match="'nowhere0' has no address"):
+        TcpTransport("x", interface="nowhere0").register([Region(memory.ctypes.data, 4096)])
+    listeners, endpoints = listen("lo")
+    for listener in listeners:
+        listener.close()
+    assert endpoints
+    assert all(endpoint.loopback for endpoint in endpoints)
+    everywhere, endpoints = listen(None)
+    everywhere[0].close()
+    assert endpoints[-1].loopback
+    assert len({endpoint.port for endpoint in endpoints}) == 1
+
+
+def test_addresses_are_tried_together_and_named_if_all_fail(sides: Callable[..., Side]) -> None:
+    serving, side = sides(4096, seed=11), sides(4096)
+    agent, offer = offer_of(serving)
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as gone:
+        quiet, refused = (Endpoint("127.0.0.1", each.getsockname()[1]) for each in (silent, gone))
+        gone.close()
+        wrong = TcpOffer(offer.secret, offer.host, (quiet, refused), offer.regions)
+        with pytest.raises(TransportError) as caught:
+            side.transport.attach(described(agent, wrong))
+        assert f"{quiet}: no answer within 1.0 s" in str(caught.value)
+        assert f"{refused}: Connection refused" in str(caught.value)
+        right = TcpOffer(offer.secret, offer.host, (quiet, refused, *offer.endpoints), offer.regions)
+        assert np.array_equal(
+            side.read(side.transport.attach(described(agent, right)), serving.at, 4096), serving.memory
+        )
+    elsewhere = TcpOffer(offer.secret, None, tuple(e for e in offer.endpoints if e.loopback), offer.regions)
+    with pytest.raises(TransportError, match="own machine only"):
+        sides(16).transport.attach(described(agent, elsewhere))
+
+
+def test_more_regions_change_no_address_and_interrupt_nobody(sides: Callable[..., Side]) -> None:
+    serving, side, added = sides(16 * MIB, seed=6), sides(16 * MIB), seeded(7, 4096)
+    agent, before = offer_of(serving)
+    old = side.transport.attach(serving.transport.describe())
+    read = side.post(old, serving.at, 16 * MIB)
+    assert side.transport.poll(read).state is ReadState.ACTIVE
+    serving.transport.register([Region(added.ctypes.data, added.nbytes)])
+    assert (agent, before.endpoints, before.secret) == (agent, offer_of(serving)[1].endpoints, before.secret)
+    with pytest.raises(TransportError, match="outside"):
+        side.post(old, added.ctypes.data, 4096)
+    new = side.transport.attach(serving.transport.describe())
+    assert side.end_of(read) is ReadState.DONE
+    assert np.array_equal(side.memory, serving.memory)
+    assert np.array_equal(side.read(new, added.ctypes.data, 4096), added)
+    with pytest.raises(TransportError, match="not attached"):
+        side.post(old, serving.at, 16)
+
+
+def test_descriptions_of_thousands_of_regions(sides: Callable[..., Side]) -> None:
+    memory = seeded(5, 4 * MIB)
+    serving = TcpTransport("many")
+    serving.register([Region(memory.ctypes.data + at, 100) for at in range(0, 4 * MIB - 128, 128)])
+    try:
+        side = sides(MIB)
+        peer = side.transport.attach(serving.describe())
+        for at in (0, 128, 4 * MIB - 256):
+            assert np.array_equal(side.read(peer, memory.ctypes.data + at, 100), memory[at : at + 100])
+            with pytest.raises(TransportError, match="outside"):
+                side.post(peer, memory.ctypes.data + at, 101)
+    finally:
+        serving.shutdown()
+
+
+def test_own_memory_that_is_revoked_is_written_no_more_and_staging_memory_is(sides: Callable[..., Side]) -> None:
+    serving, side = sides(16 * MIB, seed=13), sides(16 * MIB)
+    staging = np.full(16 * MIB, SENTINEL, np.uint8)
+    side.transport.register_local([Region(staging.ctypes.data, staging.nbytes)])
+    peer = side.transport.attach(serving.transport.describe())
+    kept = side.transport.post(peer, batch((staging.ctypes.data, serving.at, 16 * MIB)))
+    assert side.transport.poll(kept).state is ReadState.ACTIVE
+    side.transport.revoke()
+    assert side.end_of(kept) is ReadState.DONE
+    assert np.array_equal(staging, serving.memory)
+    side.transport.register([Region(side.at, 16 * MIB)])
+    lost = side.post(peer, serving.at, 16 * MIB)
+    assert side.transport.poll(lost).state is ReadState.ACTIVE
+    side.transport.revoke()
+    side.memory[:] = SENTINEL
+    assert side.end_of(lost) is ReadState.FAILED
+    assert "revoked" in side.transport.poll(lost).error
+    assert (side.memory == SENTINEL).all()
+    with pytest.raises(TransportError, match="registered here"):
+        side.post(peer, serving.at, 16)
+
+
+def test_polling_the_last_read_alone_moves_those_before_it(sides: Callable[..., Side]) -> None:
+    serving, side = sides(8 * MIB, seed=14), sides(8 * MIB)
+    peer = side.transport.attach(serving.transport.describe())
+    reads = [side.transport.post(peer, batch((side.at + at, serving.at + at, MIB))) for at in range(0, 8 * MIB, MIB)]
+    assert side.end_of(reads[-1]) is ReadState.DONE
+    assert np.array_equal(side.memory, serving.memory)
+    assert all(side.transport.poll(read).state is ReadState.DONE for read in reads)
+
+
+def test_what_is_asked_for_at_once_is_bounded(sides: Callable[..., Side]) -> None:
+    serving, side = sides(MIB, seed=15), sides(MIB)
+    peer = side.transport.attach(serving.transport.describe())
+    many = batch(*[(side.at + at, serving.at + at, 1) for at in range(65_537)])
+    with pytest.raises(TransportError, match="65,536"):
+        side.transport.post(peer, many)
+    run = batch((side.at, serving.at, 1))
+    reads = [side.transport.post(peer, run) for _ in range(1024)]
+    with pytest.raises(TransportError, match="poll them first"):
+        side.transport.post(peer, run)
+    assert {side.end_of(read) for read in reads} == {ReadState.DONE}
+    side.transport.post(peer, run)
+
+
+def test_registering_or_forgetting_memory_waits_for_the_reads(sides: Callable[..., Side]) -> None:
+    serving, side = sides(MIB, seed=16), sides(MIB)
+    read = side.post(side.transport.attach(serving.transport.describe()), serving.at, MIB)
+    with pytest.raises(TransportError, match="close all reads"):
+        side.transport.register_local([])
+    with pytest.raises(TransportError, match="close all reads"):
+        side.transport.deregister()
+    assert side.transport.close(read)
+    side.transport.deregister()
