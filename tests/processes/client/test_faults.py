@@ -29,8 +29,12 @@ from tests.transport.lab import needs_nixl
 pytestmark = pytest.mark.timeout(120)
 MIB = 48
 SMALL = {"segment_bytes": 256 << 10, "window": 2, "stall_s": 1.0}
-SMALLEST = {**SMALL, "window": 1}
-"""So little is read ahead of verification that much is missing when half is verified, however fast the transport."""
+ONE_BY_ONE = {**SMALL, "window": 1, "stall_s": 3.0}
+"""For memory of this machine, which is there at once: little is read ahead of verification, so that much is missing
+when half is verified; and a brake is not taken for a slow source, to which ever less would be posted."""
+BY: dict[str, dict[str, Any]] = {
+    way: {**(ONE_BY_ONE if way == "auto" else SMALL), "transport": way} for way in ("auto", "tcp", "nixl")
+}
 KILLED, STOPPED = signal.SIGKILL, signal.SIGSTOP
 NIXL = pytest.param("nixl", marks=needs_nixl)
 each_way = pytest.mark.parametrize("way", ["auto", "tcp", NIXL])
@@ -66,7 +70,7 @@ def faulty(plan: FaultPlan) -> FaultyTransport:
 
 @each_way
 def test_a_killed_source_is_replaced_by_another_holder(here: Hub, way: str) -> None:
-    settings = {**SMALLEST, "transport": way}
+    settings = BY[way]
     with Actor() as one, Actor() as two:
         actors = {"one": one, "two": two}
         for replica, actor in actors.items():
@@ -97,7 +101,7 @@ def test_without_another_holder_the_read_ends_unavailable_and_nothing_lands_late
     here: Hub, how: signal.Signals, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,self")  # shared memory is read from a stopped process without its help
-    settings = {**SMALLEST, "transport": way}
+    settings = BY[way]
     with Actor() as only:
         here.publisher(only, "plain", mib=MIB, settings=settings)
         reader, tensors = here.reader("plain", mib=MIB, settings=settings)
@@ -127,8 +131,8 @@ def test_without_another_holder_the_read_ends_unavailable_and_nothing_lands_late
 def test_a_stopped_source_of_this_machine_is_read_on_without_its_help(here: Hub) -> None:
     """As long as the hub takes it for alive: what has arrived is whole, or not there at all."""
     with Actor() as only:
-        here.publisher(only, "plain", mib=MIB, settings=SMALLEST)
-        reader, tensors = here.reader("plain", mib=MIB, settings=SMALLEST)
+        here.publisher(only, "plain", mib=MIB, settings=BY["auto"])
+        reader, tensors = here.reader("plain", mib=MIB, settings=BY["auto"])
         brake = Brake()
         reading = in_background(lambda: reader.replicate(timeout_s=40, progress=brake))
         assert brake.half.wait(60)
