@@ -92,7 +92,7 @@ class Staged:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Discard the version unless it was installed, and free the memory in any case; never raises."""
+        """Discard the version unless it was installed, also if its readers do not leave in time; never raises."""
         self._ends.leave(self._what, error is not None)
 
 
