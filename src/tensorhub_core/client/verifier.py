@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -95,13 +96,16 @@ class Checker:
     def _digests(self, landed: Landed, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return the checksums of some of the reads that have landed."""
         if landed.slot is not None:
-            return _digests(self._staged(landed, index).data for index in indices.tolist())
+            return _digests(self._staged(landed, index) for index in indices.tolist())
         plan, reads = self._plan, self._schedule.read[indices]
         lengths = self._schedule.length_bytes[indices].tolist()
         runs = zip(plan.storage[reads].tolist(), plan.offset_bytes[reads].tolist(), lengths, strict=True)
         if len(self._buffers) == len(self._destination.buffers):
             buffers = self._buffers
-            return _digests(buffers[at].data[begin : begin + n] for at, begin, n in runs)
+            # A view costs as much as hashing a small tensor, most of which are one segment.
+            return _digests(
+                buffers[at] if n == len(buffers[at]) else buffers[at][begin : begin + n] for at, begin, n in runs
+            )
         return np.array([self._digest(*run) for run in runs], np.uint64)
 
     def _staged(self, landed: Landed, index: int) -> NDArray[np.uint8]:
@@ -141,8 +145,11 @@ class Checker:
                 raise TransportError("memory that is not the CPU's can only be filled from an equal layout")
 
 
-def _digests(segments: Iterable[memoryview]) -> NDArray[np.uint64]:
-    """Return the checksum of every segment, u64 [segments]; the loop is C's: there may be thousands of small ones."""
+def _digests(segments: Iterable[Any]) -> NDArray[np.uint64]:
+    """Return the checksum of every segment, u64 [segments]; the loop is C's: there may be thousands of small ones.
+
+    Segments are u8 arrays; that they are buffers is not known to mypy before Python 3.12.
+    """
     return np.fromiter(map(xxhash.xxh3_64_intdigest, segments), np.uint64)
 
 
