@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 
 from tensorhub_core.errors import TransportError
+from tensorhub_core.transport.auto import AutoTransport
+from tensorhub_core.transport.auto_members import Surroundings
 from tensorhub_core.transport.base import PeerId, ReadState, Region, Transport
 from tensorhub_core.transport.description import decode_offer
+from tensorhub_core.transport.host import Host
 from tensorhub_core.transport.registry import make_transport
-from tests.transport.lab import HAS_NIXL, PEER_BYTES, Pool, ProcessPeer, batch
+from tests.transport.lab import HAS_NIXL, PEER_BYTES, Pool, ProcessPeer, batch, needs_nixl
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -132,6 +135,40 @@ def test_nixl_is_not_loaded_for_memory_of_the_cpu_without_rdma() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+@needs_nixl
+def test_real_nixl_as_a_member_registers_fences_and_revokes() -> None:
+    """As between two machines with RDMA; UCX takes what it has here."""
+    ends = []
+    for machine in ("one", "other"):
+        around = Surroundings(Host(machine, 1, 1), nixl=True, rdma=True)
+        ends.append(AutoTransport(machine, make=make_transport, around=lambda around=around: around))  # type: ignore[misc]
+    source, reader = ends
+    truth = np.random.default_rng(1).integers(0, 256, PEER_BYTES, np.uint8)
+    memory, staging = np.zeros(PEER_BYTES, np.uint8), np.zeros(PEER_BYTES, np.uint8)
+    source.register([Region(truth.ctypes.data, PEER_BYTES)])
+    reader.register([Region(memory.ctypes.data, PEER_BYTES)])
+    assert source.reason.startswith("cma within this machine, nixl between machines")
+    for into in (memory, staging, memory):
+        reader.register_local([Region(staging.ctypes.data, PEER_BYTES)])
+        attached = reader.attach(source.describe())
+        assert attached.startswith("tensorhub-one-")
+        read_all(reader, attached, into, truth.ctypes.data)
+        assert np.array_equal(into, truth)
+        into[:] = 0
+        reader.fence()
+    attached = reader.attach(source.describe())
+    source.revoke()
+    read = reader.post(attached, batch((memory.ctypes.data, truth.ctypes.data, PEER_BYTES)))
+    while (progress := reader.poll(read)).state is ReadState.ACTIVE:
+        pass
+    assert progress.state is ReadState.FAILED, "NIXL failed, and tcp is revoked too"
+    assert "nixl: " in progress.error
+    assert "tcp: " in progress.error
+    assert reader.close(read), "NIXL's reader was fenced before the next way was tried"
+    for end in ends:
+        end.shutdown()
 
 
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("unshare") is None, reason="needs root to make namespaces")
