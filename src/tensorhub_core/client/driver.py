@@ -314,6 +314,9 @@ class RoundDriver:
             self._verified = outcome.verified
         counters.rereads += outcome.rereads
         counters.fences += int(outcome.fenced)
+        for lease in outcome.corrupt:
+            text = "%s gave wrong bytes, which another source gave right"
+            get_logger("client").warning(text, self._replica_of(lease))
         if outcome.end is ReadEnd.SOURCE_FAILED:
             counters.failovers += 1
             text = "%s failed while it was read (%s: %s)"

@@ -189,7 +189,7 @@ def withdrawn(s: Step, error: BaseException | None) -> None:
 def read_ended(s: Step, outcome: ReadOutcome) -> None:
     """Take the end of the read job; nothing of it can land any more."""
     state = s.state
-    state.running = False
+    state.running, state.corrupt = False, outcome.corrupt
     if outcome.done_bytes > state.done_bytes:
         state.done_bytes, state.fruitless = outcome.done_bytes, 0
     if state.phase is Phase.STOPPING:

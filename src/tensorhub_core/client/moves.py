@@ -182,7 +182,8 @@ def relocate(s: Step, failures: Sequence[tuple[str, str]], detail: str) -> None:
 def confirm(s: Step) -> None:
     """Ask whether the leases stood until the end (law L4)."""
     assert s.state.sums is not None
-    s.ask(Done(s.state.number, s.state.sums), Phase.CONFIRMING)
+    corrupt = tuple(source.lease for source in s.state.sources if lease_of(s.state, source.lease) in s.state.corrupt)
+    s.ask(Done(s.state.number, s.state.sums, corrupt), Phase.CONFIRMING)
     s.state.done_asked = s.state.asked
 
 

@@ -64,6 +64,8 @@ class RoundState:
     replan: bool = False
     complete: bool = False
     sums: bytes | None = None
+    corrupt: tuple[str, ...] = ()
+    """Leases, as the last read knew them, of sources that gave wrong bytes which another one gave right."""
     done_asked: int = 0
     done_bytes: int = 0
     fruitless: int = 0

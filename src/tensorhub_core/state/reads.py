@@ -151,6 +151,10 @@ def done(s: Step, worker: Worker, request: int, m: Done) -> None:
     if bound is not None and bound != sums:
         text = f"the bytes of {group.replica}/{worker.shard} differ from the version's first manifest in this layout"
         return abort_for(s, group, worker, request, current, CorruptTransfer(text))
+    for lease in (s.state.leases.get(LeaseId(each)) for each in m.corrupt):
+        if lease is not None and lease.reader == worker.id:
+            source = s.holder(s.state.copies[lease.copy]).replica
+            s.log("warning", f"{group.replica}/{worker.shard} got wrong bytes from {source}, and right ones elsewhere")
     joined.done_request, joined.done_sums, joined.orphaned_since_s = request, sums, None
     copy.prefix, copy.done_bytes = copy.memory.num_segments, copy.memory.total_bytes
     copy.speed.finish(copy.done_bytes, s.now)

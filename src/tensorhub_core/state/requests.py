@@ -168,11 +168,13 @@ class Done(Message, frozen=True):
     """Ask whether the round's leases still stood at the end of the read (law L4).
 
     Answered by `Committed` when every shard of the group is done (law L13), by `Discard` when the leases did not
-    stand, by `Failure` when the round was aborted. `sums` digests the checksums of what the memory now holds.
+    stand, by `Failure` when the round was aborted. `sums` digests the checksums of what the memory now holds. `corrupt`
+    names the leases of sources that gave wrong bytes which another source gave right; the server's log names them.
     """
 
     round: int
     sums: bytes
+    corrupt: tuple[str, ...] = ()
 
 
 class LeaveRound(Message, frozen=True):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tensorhub_core.client import machine, moves
-from tensorhub_core.client.reading import ReadEnd
+from tensorhub_core.client.reading import ReadEnd, ReadOutcome
 from tensorhub_core.client.rounds import (
     Abandon,
     Advance,
@@ -38,6 +39,7 @@ from tensorhub_core.errors import (
 from tensorhub_core.state.messages import (
     Committed,
     Discard,
+    Done,
     Failure,
     Filling,
     JoinRound,
@@ -144,6 +146,16 @@ def test_a_source_that_the_server_calls_slow_is_left_for_another_and_reported_so
     failed = ReadEnded(outcome(ReadEnd.SOURCE_FAILED, "l1", "slow"))
     assert only(driver.feed(failed), Ask).message == Relocate(3, (LeaseFailure("l1", "slow"),))
     assert driver.promise(source("l2", "b")) == [Plan(True)], "what is verified counts"
+
+
+def test_a_source_that_gave_wrong_bytes_is_named_at_the_end() -> None:
+    driver = Driver()
+    driver.feed(Begin())
+    driver.promise(source("l1", "a"), source("l2", "b"))
+    driver.feed(Planned())
+    driver.answer(Ok())
+    driver.feed(ReadEnded(ReadOutcome(ReadEnd.VERIFIED, np.zeros(0, np.bool_), 100, corrupt=("l2",))))
+    assert only(driver.feed(Settled(b"digest")), Ask).message == Done(3, b"digest", ("l2",))
 
 
 def test_a_slow_source_that_has_given_everything_is_not_left() -> None:

@@ -47,6 +47,20 @@ def test_checksums_of_another_layout_are_refused() -> None:
             plan_read(both, [both], sums)
 
 
+def test_several_sources_of_the_same_layout_are_one_raw_copy() -> None:
+    ours = layout(spec("a", 40), spec("b", 3, 7), segment_bytes=32)
+    sums = np.arange(len(segment_table(ours)), dtype=np.uint64)
+    plan = plan_read(ours, [ours, layout(spec("a", 40), spec("b", 3, 7), segment_bytes=32), ours], [sums] * 3)
+    alone = plan_read(ours, [ours], [sums], segment_table(ours))
+    assert plan.raw
+    assert plan.segment.tolist() == alone.segment.tolist() == list(range(len(sums)))
+    assert plan.total_bytes == alone.total_bytes == 2 * (40 + 21)
+    with pytest.raises(LayoutMismatch, match="other bytes"):
+        plan_read(ours, [ours, ours], [sums, sums + np.uint64(1)])
+    with pytest.raises(LayoutMismatch, match="checksums"):
+        plan_read(ours, [ours, ours], [sums, sums[:-1]])
+
+
 def test_row_shards_land_in_place() -> None:
     sources = [layout(rows("w", 64, 4, r, 8), at=(r, 4), segment_bytes=64) for r in range(4)]
     plan = moved(layout(spec("w", 64, 8)), sources, truth(w=(64, 8)))

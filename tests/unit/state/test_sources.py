@@ -110,6 +110,18 @@ def test_a_best_source_on_another_machine_is_joined_by_any_of_its_zone() -> None
     assert choose_more(HERE, best, [best, candidate("d", host="far too")]) == [candidate("d", host="far too")]
 
 
+def test_a_whole_copy_goes_before_one_that_fills() -> None:
+    hub = Hub()
+    holder(hub, "trainer")
+    filling, _ = reader(hub)
+    filling.call(Filling(0), Ok)
+    filling.call(Announce(0, 2), Ok)
+    holder(hub, "whole")
+    assert replicas(reader(hub, "late")[1]) == {"whole"}
+    filling.call(Done(0, filling.put(SUMS)), Committed)
+    assert replicas(reader(hub, "later")[1]) == {"reader", "trainer"}, "what is finished is whole"
+
+
 def test_when_one_of_several_goes_the_others_stay_and_the_prefix_is_kept() -> None:
     hub = Hub()
     peers = {name: holder(hub, name) for name in ("one", "two", "three")}
@@ -138,6 +150,19 @@ def test_one_that_failed_is_left_out_and_the_others_stay() -> None:
     bad = promise.sources[1]
     again = peer.call(Relocate(0, (LeaseFailure(bad.lease, "corrupt"),)), Promise)
     assert replicas(again) == replicas(promise) - {bad.replica}
+
+
+def test_who_gave_wrong_bytes_is_named_in_the_log() -> None:
+    hub = Hub()
+    for name in ("one", "two"):
+        holder(hub, name)
+    peer, promise = reader(hub)
+    peer.call(Filling(0), Ok)
+    wrong = promise.sources[1]
+    peer.call(Done(0, peer.put(SUMS), (wrong.lease, "l0.0")), Committed)
+    assert [text for text in hub.logs if "wrong bytes" in text] == [
+        f"reader/0 got wrong bytes from {wrong.replica}, and right ones elsewhere"
+    ]
 
 
 def test_done_asks_for_every_lease() -> None:
