@@ -13,7 +13,7 @@ from tensorhub_core.transport.registry import make_transport
 from tests.processes.client.actor import Actor
 from tests.processes.client.conftest import Hub
 from tests.processes.client.samples import Tensors, blank, digest, make, same
-from tests.processes.client.test_faults import MIB, SMALL, Brake, each_way, in_background
+from tests.processes.client.test_faults import BY, MIB, SMALL, Brake, each_way, in_background
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -27,7 +27,7 @@ def trains(actor: Actor, handle: str, version: int, seed: int, mib: int = MIB) -
 
 @each_way
 def test_the_old_version_is_read_during_the_whole_stage(here: Hub, other: Actor, way: str) -> None:
-    settings = {**SMALL, "transport": way}
+    settings = BY[way]
     trainer = here.publisher(other, "plain", mib=MIB, settings=settings)
     holder, tensors = here.reader("plain", mib=MIB, settings=settings)
     assert holder.replicate() == 1
@@ -53,7 +53,7 @@ def test_the_old_version_is_read_during_the_whole_stage(here: Hub, other: Actor,
 
 @each_way
 def test_others_read_from_what_is_staged_and_from_its_prefix(here: Hub, other: Actor, way: str) -> None:
-    settings = {**SMALL, "transport": way}
+    settings = BY[way]
     trainer = here.publisher(other, "plain", mib=MIB, settings=settings)
     holder, tensors = here.reader("plain", "holder", mib=MIB, settings=settings)
     brake = Brake()
@@ -84,8 +84,8 @@ def test_a_source_that_is_killed_during_a_stage_is_replaced(here: Hub) -> None:
     with Actor() as one, Actor() as two:
         actors = {"one": one, "two": two}
         for replica, actor in actors.items():
-            here.publisher(actor, "plain", replica=replica, mib=MIB, settings=SMALL)
-        holder, tensors = here.reader("plain", mib=MIB, settings=SMALL)
+            here.publisher(actor, "plain", replica=replica, mib=MIB, settings=BY["auto"])
+        holder, tensors = here.reader("plain", mib=MIB, settings=BY["auto"])
         brake = Brake()
         staging = in_background(lambda: holder.stage(progress=brake))
         assert brake.half.wait(60)
