@@ -60,17 +60,16 @@ def test_others_read_from_what_is_staged_and_from_its_prefix(here: Hub, other: A
     staging = in_background(lambda: holder.stage(progress=brake))
     assert brake.half.wait(60)
     reader, copied = here.reader("plain", "follower", mib=MIB, settings=settings)
-    follows = Brake()
-    follows.half.set()
-    following = in_background(lambda: reader.replicate(progress=follows))
+    sources: list[str] = []
+    following = in_background(lambda: reader.replicate(progress=lambda done, total, source: sources.append(source)))
     end = time.monotonic() + 30
-    while not follows.sources:
+    while not sources:
         assert time.monotonic() < end
         time.sleep(0.01)
     brake.go.set()
     staged = staging.result(60)
     assert following.result(60) == 1
-    assert set(follows.sources) == {"holder"}
+    assert set(sources) == {"holder"}
     assert same(copied, make("plain", 1, mib=MIB))
     assert set(tensors["norm"].view(-1).tolist()) == set(blank(tensors)["norm"].tolist()), "only host memory was filled"
     reader.unpublish()
