@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import secrets
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from bench.content import digest, make
 from bench.netns import Host
@@ -84,14 +86,17 @@ class Links:
         self._nodes.close()
 
 
-def half_read(reader: Remote, timeout_s: float = 30.0) -> str:
-    """Wait until a read is half done; return who is read from."""
+def half_read(reader: Remote, reading: Future[Any], timeout_s: float = 30.0) -> str:
+    """Wait until a read is half done; return who is read from. Raises what the read raised."""
     end = time.monotonic() + timeout_s
-    while True:
-        done_bytes, total_bytes, source = reader.events.get(timeout=max(0.1, end - time.monotonic()))
-        if done_bytes >= total_bytes // 2:
-            assert done_bytes < 0.9 * total_bytes, "the read was over before it could be disturbed"
-            return str(source)
+    while time.monotonic() < end:
+        if reading.done():
+            raise AssertionError(f"the read was over before it could be disturbed: {reading.result()}")
+        with contextlib.suppress(queue.Empty):
+            done_bytes, total_bytes, source = reader.events.get(timeout=0.2)
+            if 2 * done_bytes >= total_bytes:
+                return str(source)
+    raise AssertionError(f"half of it had not come within {timeout_s:g} s")
 
 
 def right_digest(seed: int = 1) -> str:

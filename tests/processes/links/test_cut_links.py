@@ -20,7 +20,7 @@ RETRANSMIT_S = 3.0
 def test_a_source_that_is_cut_off_is_left_for_another_holder(links: Links) -> None:
     _, reader = links.started("one", "two")
     reading = reader.begin("replicate", timeout_s=40)
-    links.cut(half_read(reader))
+    links.cut(half_read(reader, reading))
     got = reading.result(60)
     assert got["version"] == 1
     assert reader.do("digest") == right_digest()
@@ -34,7 +34,7 @@ def test_a_source_that_is_cut_off_is_left_for_another_holder(links: Links) -> No
 def test_without_another_holder_the_read_ends_unavailable_and_nothing_lands_later(links: Links) -> None:
     _, reader = links.started("one")
     reading = reader.begin("replicate", timeout_s=40)
-    links.cut(half_read(reader))
+    links.cut(half_read(reader, reading))
     with pytest.raises(RemoteError) as error:
         reading.result(60)
     assert error.value.kind == "VersionUnavailable", "its type says that it ended before the deadline"
@@ -52,7 +52,7 @@ def test_without_another_holder_the_read_ends_unavailable_and_nothing_lands_late
 def test_a_reader_that_is_cut_off_holds_its_source_no_longer_than_its_lease(links: Links) -> None:
     (trainer,), reader = links.started("one")
     reading = reader.begin("replicate", timeout_s=20)
-    half_read(reader)
+    half_read(reader, reading)
     links.cut("reader")
     trainer.do("unpublish", timeout_s=2 * LEASE_S)
     assert not reading.done(), "the reader cannot have heard of it"
@@ -70,7 +70,7 @@ def test_a_reader_that_is_cut_off_holds_its_source_no_longer_than_its_lease(link
 def test_a_hub_that_is_cut_off_for_less_than_a_lease_does_not_stop_a_read(links: Links) -> None:
     _, reader = links.started("one")
     reading = reader.begin("replicate", timeout_s=40)
-    half_read(reader)
+    half_read(reader, reading)
     cut_hub(links, 0.3 * LEASE_S)
     assert reading.result(60)["version"] == 1
     assert reader.do("digest") == right_digest()
@@ -82,7 +82,7 @@ def test_a_hub_that_is_cut_off_for_more_than_a_lease_hears_again_who_holds_what(
     """It takes everybody for dead meanwhile, so the round may be lost; nothing else is."""
     _, reader = links.started("one")
     reading = reader.begin("replicate", timeout_s=40)
-    half_read(reader)
+    half_read(reader, reading)
     cut_hub(links, 2.5 * LEASE_S)
     broken = reading.exception(60)
     assert broken is None or (isinstance(broken, RemoteError) and broken.kind == "VersionUnavailable")
