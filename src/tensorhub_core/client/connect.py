@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from operator import index
 
-from tensorhub_core.client.device import checksum_device
+from tensorhub_core.client.device import TorchMemory
 from tensorhub_core.client.executor import ReadExecutor
 from tensorhub_core.client.identity import Identity
 from tensorhub_core.client.mailbox import Mailbox
@@ -78,7 +78,7 @@ def connect(
     session, welcome = open_session(server, identity, mailbox, filled)
     mailbox.welcomed(welcome)
     resources = Resources(
-        session, _transport_maker(transport, config), lambda t: ReadExecutor(t, config, checksum_device=checksum_device)
+        session, _transport_maker(transport, config), lambda t: ReadExecutor(t, config, devices=TorchMemory())
     )
     return Worker(identity, config, resources, mailbox)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorhub_core.client.device import DeviceMemory
 from tensorhub_core.client.flow import FlowSettings
 from tensorhub_core.client.peers import Peers
 from tensorhub_core.client.pump import Pump
@@ -17,7 +18,7 @@ from tensorhub_core.client.reading import Destination, ReadObserver, SourceAcces
 from tensorhub_core.client.readjob import ReadJob
 from tensorhub_core.client.staging import Staging
 from tensorhub_core.client.transfers import Schedule
-from tensorhub_core.client.verifier import Checker, ChecksumDevice, Verifier, choose_checks
+from tensorhub_core.client.verifier import Checker, Verifier, choose_checks
 from tensorhub_core.clock import Clock, SystemClock
 from tensorhub_core.config import ClientConfig
 from tensorhub_core.errors import StateError, TransportError
@@ -41,7 +42,7 @@ class ReadExecutor:
         *,
         flow: FlowSettings | None = None,
         staging_limit_bytes: int = STAGING_LIMIT_BYTES,
-        checksum_device: ChecksumDevice | None = None,
+        devices: DeviceMemory | None = None,
         clock: Clock | None = None,
         chance: np.random.Generator | None = None,
     ) -> None:
@@ -49,14 +50,14 @@ class ReadExecutor:
 
         `config` gives the window, the stall timeout and what is verified (`chance` draws the samples), `flow` all
         bounds of a source. `staging_limit_bytes` bounds the
-        memory for segments of other layouts, unless one segment is larger. `checksum_device` verifies memory that the
-        CPU cannot see; without it a job that fills such memory is refused.
+        memory for segments of other layouts, unless one segment is larger. `devices` works on memory that the CPU
+        cannot see; without it a job that fills such memory is refused.
         """
         config = ClientConfig() if config is None else config
         self._flow = FlowSettings(window=config.window, stall_timeout_s=config.stall_s) if flow is None else flow
         self._transport = transport
         self._clock: Clock = SystemClock() if clock is None else clock
-        self._checksum_device = checksum_device
+        self._devices = devices
         self._verify = config.verify
         self._chance = np.random.default_rng() if chance is None else chance
         self._staging = Staging(transport, staging_limit_bytes, 2 * self._flow.window)
@@ -83,9 +84,10 @@ class ReadExecutor:
         reading side cannot be used any more.
         """
         done = np.zeros(len(plan), np.bool_) if verified is None else verified.copy()
-        schedule = Schedule(plan, sources, destination, done)
+        through_host = not self._transport.fills_devices and set[str]().union(*(s.devices for s in sources)) <= {"cpu"}
+        schedule = Schedule(plan, sources, destination, done, through_host)
         chosen = choose_checks(self._verify, len(schedule), self._chance)
-        checker = Checker(plan, schedule, sources, destination, self._checksum_device, chosen)
+        checker = Checker(plan, schedule, sources, destination, self._devices, chosen)
         job = ReadJob(plan, sources, destination, done, observer, schedule, checker)
         if os.getpid() != self._pid:
             raise TransportError("the process was forked after the executor was made: connect again in the child")

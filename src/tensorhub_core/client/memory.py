@@ -11,15 +11,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorhub_core.client.device import device_bytes
+from tensorhub_core.client.device import TorchMemory
 from tensorhub_core.client.regions import Span, coalesce
-from tensorhub_core.client.sums import segment_sums
+from tensorhub_core.client.sums import host_digest, segment_sums
 from tensorhub_core.client.tensors import Tensors, View, check_geometry, marks_of, named_tensors, view_of
 from tensorhub_core.errors import RegistrationError
 from tensorhub_core.ids import Digest
 from tensorhub_core.layout.canonical import build_layout, digest_of, encode_layout
 from tensorhub_core.layout.segments import SegmentTable, segment_table
-from tensorhub_core.layout.types import Box, Layout, Placement, TensorSpec
+from tensorhub_core.layout.types import Box, Checksum, Layout, Placement, TensorSpec
 from tensorhub_core.transport.base import Region
 
 if TYPE_CHECKING:
@@ -90,11 +90,15 @@ class RegisteredMemory:
         num_shards: int = 1,
         tag: str = "",
         segment_bytes: int = 4 << 20,
+        checksum: Checksum | None = None,
     ) -> None:
-        """Describe the tensors; raises RegistrationError naming the one that cannot be registered."""
+        """Describe the tensors; raises RegistrationError naming the one that cannot be registered.
+
+        `checksum` None: one that is computed where the tensors lie.
+        """
         self._tensors = named_tensors(tensors)
         self._views = {name: view_of(name, tensor) for name, tensor in self._tensors.items()}
-        self._marks = marks_of(self._tensors.values())
+        self._marks = list(marks_of(list(self._tensors.values())))
         groups = check_geometry(self._views)
         self.layout: Layout = build_layout(
             _specs(self._views, boxes),
@@ -103,6 +107,7 @@ class RegisteredMemory:
             num_shards=num_shards,
             tag=tag,
             segment_bytes=segment_bytes,
+            checksum=checksum or ("xxh3" if all(v.device == "cpu" for v in self._views.values()) else "weighted"),
         )
         self.layout_blob: bytes = encode_layout(self.layout)
         self.fingerprint: Digest = digest_of(self.layout_blob)
@@ -156,7 +161,8 @@ class RegisteredMemory:
 
     def check_unmoved(self) -> None:
         """Raise RegistrationError naming the first tensor that no longer lies where it was registered."""
-        if self._marks is not None and marks_of(self._tensors.values()) == self._marks:
+        now = marks_of(list(self._tensors.values()))
+        if all(mark is not None and mark == before for mark, before in zip(now, self._marks, strict=True)):
             return
         for name, tensor in self._tensors.items():
             if view_of(name, tensor).place != self._views[name].place:
@@ -198,16 +204,20 @@ class RegisteredMemory:
 
     def sums(self) -> NDArray[np.uint64]:
         """Return the checksum of every segment, u64 [segments], of what the memory holds now."""
+        checksum, table = self.layout.checksum, self.table
         if all(buffer is not None for buffer in self.buffers):
             views = [buffer.data for buffer in self.buffers if buffer is not None]
-            return segment_sums(self.table, lambda storage, offset, length: views[storage][offset : offset + length])
-        return segment_sums(self.table, self._host_bytes, threads=1)
-
-    def _host_bytes(self, storage: int, offset: int, length: int) -> memoryview:
-        memory = self.storages[storage]
-        if memory.buffer is not None:
-            return memory.buffer.data[offset : offset + length]
-        return device_bytes(memory.view.device, memory.address + offset, length)
+            return segment_sums(table, lambda at, begin, n: views[at][begin : begin + n], checksum=checksum)
+        sums, digest, devices = np.zeros(len(table), np.uint64), host_digest(checksum), TorchMemory()
+        for number, storage in enumerate(self.storages):
+            mine = slice(int(table.first[number]), int(table.first[number + 1]))
+            runs = list(zip(table.offset_bytes[mine].tolist(), table.length_bytes[mine].tolist(), strict=True))
+            if storage.buffer is not None:
+                sums[mine] = [digest(storage.buffer.data[begin : begin + n]) for begin, n in runs]
+            elif runs:
+                placed = [(storage.address + begin, n) for begin, n in runs]
+                sums[mine] = devices.checksums(checksum, storage.view.device, placed)
+        return sums
 
 
 def _specs(views: Mapping[str, View], boxes: Mapping[str, Sequence[Box]] | None) -> list[TensorSpec]:

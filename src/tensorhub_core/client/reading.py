@@ -41,7 +41,7 @@ class SourceAccess:
 class Destination:
     """The registered memory to fill: `addresses` u64 [storages]; `buffers` one writable flat uint8 view per storage.
 
-    For CUDA storages the buffer is None; they are read in place only and verified by `checksum_device`.
+    For storages on devices the buffer is None: only their `DeviceMemory` can work on them.
     """
 
     layout: Layout

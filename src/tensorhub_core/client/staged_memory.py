@@ -80,7 +80,8 @@ class StagedMemory:
     def sums(self) -> NDArray[np.uint64]:
         """Return the checksum of every segment, u64 [segments], of what the memory holds now."""
         views = [buffer.data for buffer in self._arena.buffers]
-        return segment_sums(self.table, lambda storage, offset, length: views[storage][offset : offset + length])
+        checksum = self.layout.checksum
+        return segment_sums(self.table, lambda at, begin, n: views[at][begin : begin + n], checksum=checksum)
 
 
 def storage_lengths(memory: RegisteredMemory) -> tuple[int, ...]:

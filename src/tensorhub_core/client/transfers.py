@@ -46,8 +46,14 @@ class Schedule:
     """
 
     def __init__(
-        self, plan: ReadPlan, sources: Sequence[SourceAccess], destination: Destination, verified: NDArray[np.bool_]
+        self,
+        plan: ReadPlan,
+        sources: Sequence[SourceAccess],
+        destination: Destination,
+        verified: NDArray[np.bool_],
+        through_host: bool = False,
     ) -> None:
+        """Lay out what is missing; `through_host`: what goes to a device's memory is staged in the host's."""
         self.raw = plan.raw
         self.read: NDArray[np.int64] = np.flatnonzero(~verified)
         self.source = plan.source[self.read]
@@ -55,6 +61,8 @@ class Schedule:
         self.length_bytes: NDArray[np.int64] = plan.length_bytes[self.read].astype(np.int64)
         self.staged: NDArray[np.bool_] = ~plan.direct[self.read]
         storage = plan.storage[self.read]
+        if through_host and set(destination.devices) - {"cpu"}:
+            self.staged |= np.array([device != "cpu" for device in destination.devices], np.bool_)[storage]
         self.local: NDArray[np.uint64] = destination.addresses[storage] + plan.offset_bytes[self.read]
         names = sorted({"cpu"}.union(destination.devices, *(source.devices for source in sources)))
         self.devices: tuple[str, ...] = tuple(names)

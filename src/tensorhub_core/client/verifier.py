@@ -13,19 +13,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
+from tensorhub_core.client.device import DeviceMemory
 from tensorhub_core.client.reading import Destination, SourceAccess
+from tensorhub_core.client.sums import Digest, host_digest
 from tensorhub_core.client.transfers import Schedule
 from tensorhub_core.errors import TransportError
 from tensorhub_core.layout.dtypes import dtype_bytes
 from tensorhub_core.layout.read_plan import ReadPlan
 from tensorhub_core.layout.scatter import scatter_bytes
 from tensorhub_core.layout.segments import segment_box
-
-ChecksumDevice = Callable[[str, int, int], int]
-"""Return the xxh3_64 of device memory: (device, address, length_bytes) -> checksum. Called on verifying threads."""
+from tensorhub_core.layout.types import Checksum
 
 SAMPLED_SHARE = 1 / 8
 """The share of segments that `verify = sampled` compares."""
@@ -61,10 +60,10 @@ class Checker:
         schedule: Schedule,
         sources: Sequence[SourceAccess],
         destination: Destination,
-        checksum_device: ChecksumDevice | None,
+        devices: DeviceMemory | None,
         chosen: NDArray[np.bool_] | None = None,
     ) -> None:
-        """Prepare; raises TransportError if device memory would have to be checked and nothing can.
+        """Prepare; raises TransportError if device memory is to be filled and there are no `devices` to work on it.
 
         `chosen` bool [reads of the schedule]: which reads are compared, None = all; the others are taken as they are.
         """
@@ -73,13 +72,14 @@ class Checker:
         self._schedule = schedule
         self._sources = sources
         self._destination = destination
-        self._checksum_device = checksum_device
+        self._devices = devices
         self._buffers = [buffer for buffer in destination.buffers if buffer is not None]
         self._expected: NDArray[np.uint64] = np.zeros(len(schedule), np.uint64)
         for number, source in enumerate(sources):
             mine = schedule.source == number
             self._expected[mine] = source.sums[schedule.segment[mine]]
-        self._refuse_device_memory()
+        if devices is None and len(self._buffers) < len(destination.buffers):
+            raise TransportError("memory that is not the CPU's can only be filled with something that works on it")
 
     def check(self, landed: Landed) -> Checked:
         """Compare checksums, and scatter what is staged and right."""
@@ -90,23 +90,24 @@ class Checker:
             right[compared - begin] = self._digests(landed, compared) == self._expected[compared]
         if landed.slot is not None:
             for index in (begin + np.flatnonzero(right)).tolist():
-                self._scatter(int(self._schedule.read[index]), self._staged(landed, index))
+                self._place(int(self._schedule.read[index]), self._staged(landed, index))
         return Checked(landed, right)
 
     def _digests(self, landed: Landed, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return the checksums of some of the reads that have landed."""
+        checksum = self._sources[landed.source].layout.checksum
+        digest = host_digest(checksum)
         if landed.slot is not None:
-            return _digests(self._staged(landed, index) for index in indices.tolist())
+            return _digests(digest, (self._staged(landed, index) for index in indices.tolist()))
         plan, reads = self._plan, self._schedule.read[indices]
         lengths = self._schedule.length_bytes[indices].tolist()
         runs = zip(plan.storage[reads].tolist(), plan.offset_bytes[reads].tolist(), lengths, strict=True)
         if len(self._buffers) == len(self._destination.buffers):
             buffers = self._buffers
             # A view costs as much as hashing a small tensor, most of which are one segment.
-            return _digests(
-                buffers[at] if n == len(buffers[at]) else buffers[at][begin : begin + n] for at, begin, n in runs
-            )
-        return np.array([self._digest(*run) for run in runs], np.uint64)
+            segments = (buffers[at] if n == len(buffers[at]) else buffers[at][at0 : at0 + n] for at, at0, n in runs)
+            return _digests(digest, segments)
+        return np.array([self._digest(checksum, *run) for run in runs], np.uint64)
 
     def _staged(self, landed: Landed, index: int) -> NDArray[np.uint8]:
         """Return the bytes of a read that lies in a staging slot."""
@@ -114,43 +115,41 @@ class Checker:
         at = self._schedule.slot_offset(landed.begin, index)
         return landed.slot[at : at + int(self._schedule.length_bytes[index])]
 
-    def _digest(self, storage: int, offset: int, length: int) -> int:
+    def _digest(self, checksum: Checksum, storage: int, offset: int, length: int) -> int:
         buffer = self._destination.buffers[storage]
         if buffer is not None:
-            return xxhash.xxh3_64_intdigest(buffer.data[offset : offset + length])
-        assert self._checksum_device is not None
+            return host_digest(checksum)(buffer.data[offset : offset + length])
+        assert self._devices is not None
         address = int(self._destination.addresses[storage]) + offset
-        return self._checksum_device(self._destination.devices[storage], address, length)
+        return self._devices.checksum(checksum, self._destination.devices[storage], address, length)
 
-    def _scatter(self, read: int, segment: NDArray[np.uint8]) -> None:
-        source = self._sources[self._plan.source[read]]
-        box = segment_box(source.layout, source.table, int(self._plan.segment[read]))
-        layout = self._destination.layout
-        for scatter in self._plan.scatters[read]:
-            spec = layout.tensors[layout.storages[scatter.storage][0]]
-            buffer = self._destination.buffers[scatter.storage]
-            assert buffer is not None
-            scatter_bytes(segment, box.shape, scatter, buffer, spec.shape, dtype_bytes(spec.dtype))
-
-    def _refuse_device_memory(self) -> None:
-        schedule, plan, buffers = self._schedule, self._plan, self._destination.buffers
-        elsewhere = np.array([buffer is None for buffer in buffers], np.bool_)
-        if not elsewhere.any():
-            return
-        direct = schedule.read[~schedule.staged]
-        if self._checksum_device is None and elsewhere[plan.storage[direct]].any():
-            raise TransportError("memory that is not the CPU's can only be filled with a checksum_device to verify it")
-        for read in schedule.read[schedule.staged].tolist():
-            if any(elsewhere[scatter.storage] for scatter in plan.scatters[read]):
-                raise TransportError("memory that is not the CPU's can only be filled from an equal layout")
+    def _place(self, read: int, segment: NDArray[np.uint8]) -> None:
+        """Copy a segment that has come through the host's memory to where it belongs."""
+        plan, here = self._plan, self._destination
+        if plan.direct[read]:  # staged only because it goes to a device
+            assert self._devices is not None
+            storage = int(plan.storage[read])
+            address = int(here.addresses[storage]) + int(plan.offset_bytes[read])
+            return self._devices.write(here.devices[storage], address, segment)
+        source = self._sources[plan.source[read]]
+        box = segment_box(source.layout, source.table, int(plan.segment[read]))
+        for scatter in plan.scatters[read]:
+            spec = here.layout.tensors[here.layout.storages[scatter.storage][0]]
+            buffer, item_bytes = here.buffers[scatter.storage], dtype_bytes(spec.dtype)
+            if buffer is not None:
+                scatter_bytes(segment, box.shape, scatter, buffer, spec.shape, item_bytes)
+                continue
+            assert self._devices is not None
+            place = here.devices[scatter.storage], int(here.addresses[scatter.storage])
+            self._devices.scatter(segment, box.shape, scatter, *place, spec.shape, item_bytes)
 
 
-def _digests(segments: Iterable[Any]) -> NDArray[np.uint64]:
+def _digests(digest: Digest, segments: Iterable[Any]) -> NDArray[np.uint64]:
     """Return the checksum of every segment, u64 [segments]; the loop is C's: there may be thousands of small ones.
 
     Segments are u8 arrays; that they are buffers is not known to mypy before Python 3.12.
     """
-    return np.fromiter(map(xxhash.xxh3_64_intdigest, segments), np.uint64)
+    return np.fromiter(map(digest, segments), np.uint64)
 
 
 def choose_checks(policy: str, reads: int, chance: np.random.Generator) -> NDArray[np.bool_] | None:

@@ -12,7 +12,7 @@ from tensorhub_core.errors import LayoutMismatch, RegistrationError
 from tensorhub_core.ids import Digest
 from tensorhub_core.layout.checks import check_layout, check_name, quote
 from tensorhub_core.layout.dtypes import dtype_bytes
-from tensorhub_core.layout.types import IDENTITY_TAG, Box, Layout, TensorSpec
+from tensorhub_core.layout.types import IDENTITY_TAG, Box, Checksum, Layout, TensorSpec
 
 SEGMENT_BYTES = 4 << 20
 MAX_LAYOUT_BYTES = (64 << 20) - 4096
@@ -35,6 +35,7 @@ def build_layout(
     num_shards: int,
     tag: str = IDENTITY_TAG,
     segment_bytes: int = SEGMENT_BYTES,
+    checksum: Checksum = "xxh3",
 ) -> Layout:
     """Build the canonical layout of tensors given in any order.
 
@@ -51,7 +52,7 @@ def build_layout(
         except TypeError as error:
             raise RegistrationError(f"{quote(spec.name)} needs whole numbers in shape and boxes: {error}") from None
     tensors = tuple(named[name] for name in sorted(named))
-    layout = Layout(shard, num_shards, tensors, _storages(tensors, aliases), tag, segment_bytes)
+    layout = Layout(shard, num_shards, tensors, _storages(tensors, aliases), tag, segment_bytes, checksum)
     check_layout(layout)
     return layout
 

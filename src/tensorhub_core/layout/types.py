@@ -6,9 +6,13 @@ order they were registered in. Logical coordinates are those of the Hugging Face
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 IDENTITY_TAG = ""
+Checksum = Literal["xxh3", "weighted"]
+"""xxh3_64, or for memory of devices weighted sums of words (client/weighted.py)."""
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True):
@@ -42,7 +46,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     """Describe a shard: `tensors` sorted by name; `storages[i]` = the indices of tensors that share the same bytes.
 
     Storages are sorted by their first tensor; each tensor is in exactly one. A non-empty `tag` says that the bytes
-    are in a processed form that only an equal layout can read.
+    are in a processed form that only an equal layout can read. `checksum` names how its segments are summed.
     """
 
     shard: int
@@ -51,6 +55,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     storages: tuple[tuple[int, ...], ...]
     tag: str = IDENTITY_TAG
     segment_bytes: int = 4 << 20
+    checksum: Checksum = "xxh3"
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):

@@ -85,6 +85,11 @@ class AutoTransport:
         self._closed = False
 
     @property
+    def fills_devices(self) -> bool:
+        """Tell whether RDMA may carry bytes from a CPU's memory into a device's."""
+        return self._members.around.rdma
+
+    @property
     def reason(self) -> str:
         """Say in one line what will be chosen for memory of CPUs."""
         around = self._members.around

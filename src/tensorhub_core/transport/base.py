@@ -63,6 +63,10 @@ class Transport(Protocol):
 
     name: str
 
+    @property
+    def fills_devices(self) -> bool:
+        """Tell whether bytes of a CPU's memory may land in a device's; elsewhere they have to go through the host's."""
+
     def register(self, regions: Sequence[Region]) -> None:
         """Make more regions readable by peers and writable by reads; raises TransportError and registers nothing.
 

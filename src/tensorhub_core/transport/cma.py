@@ -82,6 +82,7 @@ class CmaTransport:
     """
 
     name = "cma"
+    fills_devices = False
 
     def __init__(self, token: str) -> None:
         """Prepare a transport; `token` is drawn by chance once per transport, so that agents are never named twice.

@@ -79,7 +79,7 @@ class FaultyTransport:
 
     def __init__(self, inner: Transport, plan: FaultPlan, clock: Clock) -> None:
         """Wrap a transport."""
-        self.name = inner.name
+        self.name, self.fills_devices = inner.name, inner.fills_devices
         self._inner = inner
         self._plan = plan
         self._clock = clock

@@ -127,6 +127,7 @@ class MemoryTransport:
     """The data plane inside one process; see `Transport`. Only CPU memory."""
 
     name = "memory"
+    fills_devices = False
 
     def __init__(self, network: MemoryNetwork) -> None:
         """Join a network; peers find each other only within it."""

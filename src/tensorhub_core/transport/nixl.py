@@ -34,6 +34,7 @@ class NixlTransport:
     """The data plane over NIXL; see `Transport`. Nothing is loaded or started before the first call needs it."""
 
     name = "nixl"
+    fills_devices = True
 
     def __init__(
         self, token: str, *, interface: str | None = None, drain_s: float = 1.0, clock: Clock | None = None

@@ -48,6 +48,7 @@ class TcpTransport:
     """The data plane over TCP; see `Transport`. Only CPU memory. Nothing is listened on before `register`."""
 
     name = "tcp"
+    fills_devices = False
 
     def __init__(
         self, token: str, *, interface: str | None = None, clock: Clock | None = None, connect_timeout_s: float = 3.0

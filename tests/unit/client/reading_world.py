@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tensorhub_core.client.memory import RegisteredMemory
 from tensorhub_core.client.reading import Destination, SourceAccess
-from tensorhub_core.layout.types import Box
+from tensorhub_core.layout.types import Box, Checksum
 from tensorhub_core.transport.base import Transport
 from tensorhub_core.transport.memory import MemoryNetwork, MemoryTransport
 
@@ -72,9 +72,11 @@ class Network:
         num_shards: int = 1,
         segment_bytes: int = 4096,
         transport: Transport | None = None,
+        checksum: Checksum | None = None,
     ) -> Holder:
         """Register tensors with a transport and describe it."""
-        memory = RegisteredMemory(tensors, boxes, shard=shard, num_shards=num_shards, segment_bytes=segment_bytes)
+        place = {"shard": shard, "num_shards": num_shards, "segment_bytes": segment_bytes}
+        memory = RegisteredMemory(tensors, boxes, **place, checksum=checksum)
         transport = MemoryTransport(self.network) if transport is None else transport
         transport.register(memory.regions())
         return Holder(tensors, transport, memory, transport.describe())

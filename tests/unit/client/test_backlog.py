@@ -39,11 +39,15 @@ def test_every_byte_is_posted_until_it_has_landed_right(data: st.DataObject) -> 
     flying: list[tuple[int, Part]] = []
     landed = np.zeros(len(lengths), np.int64)
     right = np.zeros(len(lengths), np.bool_)
-    for _ in range(400):
+    idle_turns = 20
+    for _ in range(1_000):
         assert backlog.left_bytes >= 0
         if right.all() and not backlog:
             break
-        source = data.draw(st.sampled_from(range(sources)))
+        able = [s for s in range(sources) if s in {flight[0] for flight in flying}]
+        able += [s for s in working if s not in able and backlog.next(s, working) is not None]
+        idle_turns -= 1
+        source = data.draw(st.sampled_from(range(sources) if idle_turns > 0 else able))
         mine = [flight for flight in flying if flight[0] == source]
         span = backlog.next(source, working) if source in working else None
         if span is not None and (not mine or data.draw(st.booleans())):

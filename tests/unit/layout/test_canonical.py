@@ -30,7 +30,7 @@ def one(*specs: TensorSpec, aliases: tuple[tuple[str, ...], ...] = (), **changes
 def blob(*tensors: object, storages: object = None, head: tuple[int, int] = (0, 1), segment: object = 64) -> bytes:
     """Encode what a peer may claim to be a layout."""
     groups = [[number] for number in range(len(tensors))] if storages is None else storages
-    return msgspec.msgpack.encode([*head, tensors, groups, "", segment])
+    return msgspec.msgpack.encode([*head, tensors, groups, "", segment, "xxh3"])
 
 
 def test_any_unicode_name_survives_the_round_trip() -> None:
@@ -124,6 +124,7 @@ def test_every_part_of_a_layout_changes_its_fingerprint() -> None:
         build_layout([base], shard=0, num_shards=2),
         build_layout([base], shard=1, num_shards=2),
         build_layout([base], shard=0, num_shards=1, tag="packed"),
+        build_layout([base], shard=0, num_shards=1, checksum="weighted"),
     ]
     digests = {digest_of(encode_layout(layout)) for layout in variants}
     assert len(digests) == len(variants)
@@ -171,7 +172,9 @@ GOOD = ["a", "float32", [4], None]
         b"\x91" * 100_000,
         blob(GOOD) + b"\x00",
         blob(GOOD).replace(struct.pack("B", 64), b"\xcd\x00\x40"),
-        msgspec.msgpack.encode([0, 1, [GOOD], [[0]], "", 64, "more"]),
+        msgspec.msgpack.encode([0, 1, [GOOD], [[0]], "", 64, "crc"]),
+        msgspec.msgpack.encode([0, 1, [GOOD], [[0]], "", 64, "xxh3", "more"]),
+        msgspec.msgpack.encode([0, 1, [GOOD], [[0]], "", 64]),
         msgspec.msgpack.encode([0, 1, [GOOD], [[0]]]),
     ],
 )
