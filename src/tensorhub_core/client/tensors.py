@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 Tensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
+_BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,26 +120,28 @@ def view_of(name: str, tensor: Any) -> View:
     return view
 
 
-def marks_of(tensors: Iterable[Any]) -> tuple[object, ...] | None:
-    """Return what is quickly compared to see that all tensors lie where they lay; None if only `view_of` can tell."""
-    torch_tensor = getattr(sys.modules.get("torch"), "Tensor", ())
-    ours: list[Any] = []
-    marks: list[object] = []
-    for tensor in tensors:
-        if isinstance(tensor, torch_tensor):
-            ours.append(tensor)
-        elif isinstance(tensor, np.ndarray):
-            marks.append((tensor.__array_interface__["data"], tensor.shape, tensor.strides, tensor.dtype))
-        else:
+def marks_of(tensors: Sequence[Any]) -> Iterator[object]:
+    """Yield what is quickly compared to see that tensors lie where they lay; None where only `view_of` can tell.
+
+    An install waits for this: in blocks that fit into a cache, most of it by `map`, and nothing is kept.
+    """
+    for begin in range(0, len(tensors), _BLOCK):
+        yield _mark(tensors[begin : begin + _BLOCK])
+
+
+def _mark(tensors: Sequence[Any]) -> tuple[object, ...] | None:
+    torch_tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    if torch_tensor is not None and all(isinstance(tensor, torch_tensor) for tensor in tensors):
+        try:
+            return tuple(
+                list(map(method, tensors))
+                for method in (torch_tensor.data_ptr, torch_tensor.stride, attrgetter("shape", "dtype"))
+            )
+        except (RuntimeError, ValueError, NotImplementedError):
             return None
-    if not ours:
-        return (marks,)
-    # By `map`, because an install waits for this: a third of a microsecond a tensor.
-    methods = (torch_tensor.data_ptr, torch_tensor.stride, attrgetter("shape", "dtype"))  # type: ignore[union-attr]
-    try:
-        return (marks, *(list(map(method, ours)) for method in methods))
-    except (RuntimeError, ValueError, NotImplementedError):
-        return None
+    if all(isinstance(tensor, np.ndarray) for tensor in tensors):
+        return tuple((t.__array_interface__["data"], t.shape, t.strides, t.dtype) for t in tensors)
+    return None
 
 
 def _torch_view(name: str, tensor: torch.Tensor) -> View:
