@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tensorhub_core.client.device import TorchMemory
 from tensorhub_core.client.regions import Span, coalesce
-from tensorhub_core.client.sums import host_digest, segment_sums
+from tensorhub_core.client.sums import host_sums, segment_sums
 from tensorhub_core.client.tensors import Tensors, View, check_geometry, marks_of, named_tensors, view_of
 from tensorhub_core.errors import RegistrationError
 from tensorhub_core.ids import Digest
@@ -206,17 +206,17 @@ class RegisteredMemory:
         """Return the checksum of every segment, u64 [segments], of what the memory holds now."""
         checksum, table = self.layout.checksum, self.table
         if all(buffer is not None for buffer in self.buffers):
-            views = [buffer.data for buffer in self.buffers if buffer is not None]
-            return segment_sums(table, lambda at, begin, n: views[at][begin : begin + n], checksum=checksum)
-        sums, digest, devices = np.zeros(len(table), np.uint64), host_digest(checksum), TorchMemory()
+            return segment_sums(table, self.addresses, checksum)
+        sums, compute, devices = np.zeros(len(table), np.uint64), host_sums(checksum), TorchMemory()
         for number, storage in enumerate(self.storages):
             mine = slice(int(table.first[number]), int(table.first[number + 1]))
-            runs = list(zip(table.offset_bytes[mine].tolist(), table.length_bytes[mine].tolist(), strict=True))
+            lengths = table.length_bytes[mine].tolist()
+            addresses = (np.uint64(storage.address) + table.offset_bytes[mine]).tolist()
             if storage.buffer is not None:
-                sums[mine] = [digest(storage.buffer.data[begin : begin + n]) for begin, n in runs]
-            elif runs:
-                placed = [(storage.address + begin, n) for begin, n in runs]
-                sums[mine] = devices.checksums(checksum, storage.view.device, placed)
+                sums[mine] = compute(addresses, lengths)
+            else:
+                runs = list(zip(addresses, lengths, strict=True))
+                sums[mine] = devices.checksums(checksum, storage.view.device, runs)
         return sums
 
 

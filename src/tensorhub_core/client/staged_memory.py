@@ -79,9 +79,7 @@ class StagedMemory:
 
     def sums(self) -> NDArray[np.uint64]:
         """Return the checksum of every segment, u64 [segments], of what the memory holds now."""
-        views = [buffer.data for buffer in self._arena.buffers]
-        checksum = self.layout.checksum
-        return segment_sums(self.table, lambda at, begin, n: views[at][begin : begin + n], checksum=checksum)
+        return segment_sums(self.table, self.addresses, self.layout.checksum)
 
 
 def storage_lengths(memory: RegisteredMemory) -> tuple[int, ...]:

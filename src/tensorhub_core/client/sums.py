@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import xxhash
@@ -17,54 +19,73 @@ from tensorhub_core.errors import CorruptTransfer
 from tensorhub_core.layout.segments import SegmentTable
 from tensorhub_core.layout.types import Checksum
 
-HostBytes = Callable[[int, int, int], memoryview]
-"""Return `length` bytes from `offset` of a storage, in host memory: (storage, offset, length) -> bytes."""
-
 _THREADED_BYTES = 64 << 20
 _MAX_THREADS = 4
-_THREADED_SEGMENT_BYTES = 64 << 10
+
+Sums = Callable[[Sequence[int], Sequence[int]], NDArray[np.uint64]]
+"""Return the checksums of runs of host memory, (addresses, lengths in bytes) -> u64 [runs]. Any thread."""
 
 
-Digest = Callable[[Any], int]
-"""Return the checksum of bytes in host memory, given as any buffer."""
+def host_sums(checksum: Checksum) -> Sums:
+    """Return how a layout's checksums are computed in host memory, giving up the interpreter lock meanwhile.
+
+    xxhash keeps the lock below 100 KB, and for a whole batch of small segments whoever posts the next one would wait:
+    so its C function is called by address, where the package exports it.
+    """
+    function = _native_xxh3() if checksum == "xxh3" else None
+    if function is not None:
+        native = function
+        return lambda addresses, lengths: np.fromiter(map(native, addresses, lengths), np.uint64, len(addresses))
+    digest = xxhash.xxh3_64_intdigest if checksum == "xxh3" else weighted_sum
+
+    def by_views(addresses: Sequence[int], lengths: Sequence[int]) -> NDArray[np.uint64]:
+        return np.fromiter(map(digest, map(_view, addresses, lengths)), np.uint64, len(addresses))
+
+    return by_views
 
 
-def host_digest(checksum: Checksum) -> Digest:
-    """Return how a layout's checksums are computed in host memory."""
-    return xxhash.xxh3_64_intdigest if checksum == "xxh3" else weighted_sum
+def _native_xxh3() -> Callable[[int, int], int] | None:
+    """Return XXH3_64bits(address, length) of the xxhash package's own library; None if it does not show it."""
+    try:
+        library = importlib.import_module("xxhash._xxhash").__file__
+        function = ctypes.CDLL(str(library)).XXH3_64bits
+    except (ImportError, OSError, AttributeError):
+        return None
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t], ctypes.c_uint64
+    for length in (3, 200, 5_000):
+        sample = np.arange(length, dtype=np.uint8)
+        if function(sample.ctypes.data, length) != xxhash.xxh3_64_intdigest(sample.data):
+            return None
+    return cast("Callable[[int, int], int]", function)
+
+
+def _view(address: int, length_bytes: int) -> Any:
+    return (ctypes.c_uint8 * length_bytes).from_address(address)
 
 
 def segment_sums(
-    table: SegmentTable, host_bytes: HostBytes, threads: int | None = None, checksum: Checksum = "xxh3"
+    table: SegmentTable, addresses: NDArray[np.uint64], checksum: Checksum = "xxh3", threads: int | None = None
 ) -> NDArray[np.uint64]:
-    """Return the checksum of every segment, u64 [segments].
+    """Return the checksum of every segment, u64 [segments], of storages that lie at `addresses` in host memory.
 
-    Large sets are hashed by up to `threads` threads (None = the CPUs, at most 4), because hashing gives up the
-    interpreter lock; `host_bytes` is then called from all of them. Returns when every byte was read.
+    Large sets are hashed by up to `threads` threads (None = the CPUs, at most 4). Returns when every byte was read.
     """
-    sums = np.zeros(len(table), np.uint64)
+    sums: NDArray[np.uint64] = np.zeros(len(table), np.uint64)
+    places = (addresses[table.storage] + table.offset_bytes).tolist()
+    lengths, compute = table.length_bytes.tolist(), host_sums(checksum)
+
+    def fill(begin: int, end: int) -> None:
+        sums[begin:end] = compute(places[begin:end], lengths[begin:end])
+
     if threads is None:
         threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-    mean_bytes = table.total_bytes // max(1, len(table))
-    if threads < 2 or table.total_bytes < _THREADED_BYTES or mean_bytes < _THREADED_SEGMENT_BYTES:
-        _fill(sums, table, host_bytes, checksum, 0, len(table))
+    if threads < 2 or table.total_bytes < _THREADED_BYTES:
+        fill(0, len(table))
         return sums
-    cuts = _even_cuts(table, threads)
     with ThreadPoolExecutor(threads, thread_name_prefix="tensorhub-sums") as pool:
-        parts = [pool.submit(_fill, sums, table, host_bytes, checksum, *cut) for cut in itertools.pairwise(cuts)]
-        for part in parts:
+        for part in [pool.submit(fill, *cut) for cut in itertools.pairwise(_even_cuts(table, threads))]:
             part.result()
     return sums
-
-
-def _fill(
-    sums: NDArray[np.uint64], table: SegmentTable, host_bytes: HostBytes, checksum: Checksum, begin: int, end: int
-) -> None:
-    digest = host_digest(checksum)
-    storages = table.storage[begin:end].tolist()
-    offsets = table.offset_bytes[begin:end].tolist()
-    lengths = table.length_bytes[begin:end].tolist()
-    sums[begin:end] = [digest(host_bytes(*run)) for run in zip(storages, offsets, lengths, strict=True)]
 
 
 def _even_cuts(table: SegmentTable, parts: int) -> list[int]:

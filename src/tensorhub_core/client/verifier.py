@@ -8,16 +8,15 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tensorhub_core.client.device import DeviceMemory
 from tensorhub_core.client.reading import Destination, SourceAccess
-from tensorhub_core.client.sums import Digest, host_digest
+from tensorhub_core.client.sums import host_sums
 from tensorhub_core.client.transfers import Schedule
 from tensorhub_core.errors import TransportError
 from tensorhub_core.layout.dtypes import dtype_bytes
@@ -73,6 +72,7 @@ class Checker:
         self._sources = sources
         self._destination = destination
         self._devices = devices
+        self._sums = {source.layout.checksum: host_sums(source.layout.checksum) for source in sources}
         self._buffers = [buffer for buffer in destination.buffers if buffer is not None]
         self._expected: NDArray[np.uint64] = np.zeros(len(schedule), np.uint64)
         for number, source in enumerate(sources):
@@ -96,17 +96,17 @@ class Checker:
     def _digests(self, landed: Landed, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return the checksums of some of the reads that have landed."""
         checksum = self._sources[landed.source].layout.checksum
-        digest = host_digest(checksum)
-        if landed.slot is not None:
-            return _digests(digest, (self._staged(landed, index) for index in indices.tolist()))
-        plan, reads = self._plan, self._schedule.read[indices]
         lengths = self._schedule.length_bytes[indices].tolist()
-        runs = zip(plan.storage[reads].tolist(), plan.offset_bytes[reads].tolist(), lengths, strict=True)
+        if landed.slot is not None:
+            base = landed.slot.ctypes.data
+            places = [base + self._schedule.slot_offset(landed.begin, index) for index in indices.tolist()]
+            return self._sums[checksum](places, lengths)
+        reads = self._schedule.read[indices]
+        storages = self._plan.storage[reads]
+        addresses = (self._destination.addresses[storages] + self._plan.offset_bytes[reads]).tolist()
         if len(self._buffers) == len(self._destination.buffers):
-            buffers = self._buffers
-            # A view costs as much as hashing a small tensor, most of which are one segment.
-            segments = (buffers[at] if n == len(buffers[at]) else buffers[at][at0 : at0 + n] for at, at0, n in runs)
-            return _digests(digest, segments)
+            return self._sums[checksum](addresses, lengths)
+        runs = zip(storages.tolist(), addresses, lengths, strict=True)
         return np.array([self._digest(checksum, *run) for run in runs], np.uint64)
 
     def _staged(self, landed: Landed, index: int) -> NDArray[np.uint8]:
@@ -115,12 +115,10 @@ class Checker:
         at = self._schedule.slot_offset(landed.begin, index)
         return landed.slot[at : at + int(self._schedule.length_bytes[index])]
 
-    def _digest(self, checksum: Checksum, storage: int, offset: int, length: int) -> int:
-        buffer = self._destination.buffers[storage]
-        if buffer is not None:
-            return host_digest(checksum)(buffer.data[offset : offset + length])
+    def _digest(self, checksum: Checksum, storage: int, address: int, length: int) -> int:
+        if self._destination.buffers[storage] is not None:
+            return int(self._sums[checksum]([address], [length])[0])
         assert self._devices is not None
-        address = int(self._destination.addresses[storage]) + offset
         return self._devices.checksum(checksum, self._destination.devices[storage], address, length)
 
     def _place(self, read: int, segment: NDArray[np.uint8]) -> None:
@@ -142,14 +140,6 @@ class Checker:
             assert self._devices is not None
             place = here.devices[scatter.storage], int(here.addresses[scatter.storage])
             self._devices.scatter(segment, box.shape, scatter, *place, spec.shape, item_bytes)
-
-
-def _digests(digest: Digest, segments: Iterable[Any]) -> NDArray[np.uint64]:
-    """Return the checksum of every segment, u64 [segments]; the loop is C's: there may be thousands of small ones.
-
-    Segments are u8 arrays; that they are buffers is not known to mypy before Python 3.12.
-    """
-    return np.fromiter(map(digest, segments), np.uint64)
 
 
 def choose_checks(policy: str, reads: int, chance: np.random.Generator) -> NDArray[np.bool_] | None:
