@@ -15,6 +15,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
@@ -25,10 +26,14 @@ from tensorhub_core.transport.base import Batch, PeerId, Progress, ReadId, ReadS
 from tensorhub_core.transport.description import decode_description, encode_description
 from tensorhub_core.transport.extents import Extents, pack_regions
 from tensorhub_core.transport.host import Host, start_ticks, this_host
+from tensorhub_core.transport.parts import split
 from tensorhub_core.transport.process_memory import MOST_RUNS, ProcessMemory, iovecs
 
 _NONCE_BYTES = 16
 _ADDRESS_LIMIT = 2**64 - _NONCE_BYTES
+_MOST_THREADS = 4
+_LEAST_PART_BYTES = 1 << 20
+"""A part that is worth handing to another thread."""
 _ERRORS = {
     errno.ESRCH: "its process is gone",
     errno.EFAULT: "its memory is no longer there, or the memory here is not",
@@ -84,9 +89,11 @@ class CmaTransport:
     name = "cma"
     fills_devices = False
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, *, threads: int | None = None) -> None:
         """Prepare a transport; `token` is drawn by chance once per transport, so that agents are never named twice.
 
+        Large batches are copied by up to `threads` threads (None = half of the CPUs, at most 4): one alone does not
+        use what memory can give, and the others have checksums to compute.
         Raises TransportError where the kernel has no such call, or forbids it.
         """
         self._memory = ProcessMemory()
@@ -97,7 +104,8 @@ class CmaTransport:
         self._prefix = f"tensorhub-{token}-{os.getpid()}"
         self._pid = os.getpid()
         self._nonce = _Nonce()
-        self._found_nonce = np.zeros(_NONCE_BYTES, np.uint8)
+        self._threads = threads or max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
+        self._copiers = ThreadPoolExecutor(max(1, self._threads - 1), thread_name_prefix="tensorhub-cma")
         self._agents = 0
         self._agent = ""
         self._attached = 0
@@ -178,11 +186,13 @@ class CmaTransport:
             raise TransportError("a run lies outside the memory registered here")
         if not found.extents.cover(batch.remote, batch.length_bytes, batch.remote_device):
             raise TransportError("a run lies outside the memory that the peer registered")
-        error = ""
-        most = MOST_RUNS - 1
-        for begin in range(0, len(batch.local), most):
-            part = slice(begin, begin + most)
-            error = error or self._copy(found, Batch(batch.local[part], batch.remote[part], batch.length_bytes[part]))
+        parts = split(batch, self._threads, _LEAST_PART_BYTES) if self._threads > 1 else [batch]
+        if len(parts) == 1:
+            error = self._copy_all(found, batch)
+        else:
+            others = [self._copiers.submit(self._copy_all, found, part) for part in parts[1:]]
+            errors = [self._copy_all(found, parts[0]), *(other.result() for other in others)]
+            error = next(filter(None, errors), "")
         self._posted += 1
         self._reads[ReadId(self._posted)] = Progress(ReadState.FAILED if error else ReadState.DONE, error)
         return ReadId(self._posted)
@@ -217,6 +227,7 @@ class CmaTransport:
             return
         self.fence()
         self._revoke()
+        self._copiers.shutdown()
         self._closed = True
 
     def _check_usable(self) -> None:
@@ -244,11 +255,20 @@ class CmaTransport:
                 "namespace, or use transport='tcp' or 'auto'"
             )
 
+    def _copy_all(self, peer: _Peer, batch: Batch) -> str:
+        """Read the runs, as many system calls as they need; return what went wrong first, or an empty text."""
+        most = MOST_RUNS - 1
+        for begin in range(0, len(batch.local), most):
+            part = slice(begin, begin + most)
+            error = self._copy(peer, Batch(batch.local[part], batch.remote[part], batch.length_bytes[part]))
+            if error:
+                return error
+        return ""
+
     def _copy(self, peer: _Peer, batch: Batch) -> str:
-        """Read the runs and then the nonce; return what went wrong, or an empty text."""
+        """Read the runs of one system call and then the nonce; return what went wrong, or an empty text."""
         count = len(batch.local) + 1
-        found, serving = self._found_nonce, peer.serving
-        found[:] = 0
+        found, serving = np.zeros(_NONCE_BYTES, np.uint8), peer.serving
         here, there = iovecs(count, found), np.empty((count, 2), np.uint64)
         here[:-1, 0], here[:-1, 1] = batch.local, batch.length_bytes
         there[:-1, 0], there[:, 1] = batch.remote, here[:, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,6 +19,7 @@ class Extents:
 
     def __init__(self, regions: Sequence[Region]) -> None:
         self._bounds: dict[str, tuple[NDArray[np.uint64], NDArray[np.uint64]]] = {}
+        self._lists: dict[str, tuple[list[int], list[int]]] = {}
         for device in {region.device for region in regions}:
             ours = [(r.address, r.address + r.length_bytes) for r in regions if r.device == device]
             self._add(device, *np.array(ours, np.uint64).T)
@@ -39,6 +41,8 @@ class Extents:
         """Tell whether every run [runs] lies inside one of the regions."""
         if device not in self._bounds:
             return False
+        if self._in_one(addresses, length_bytes, device):
+            return True
         low, high = self._bounds[device]
         at = np.searchsorted(low, addresses, side="right")
         if not at.all():
@@ -47,10 +51,24 @@ class Extents:
         # Not `addresses + length_bytes <= end`, which a run beyond the end of the address space would pass.
         return bool(((addresses <= end) & (length_bytes <= end - addresses)).all())
 
+    def _in_one(self, addresses: NDArray[np.uint64], length_bytes: NDArray[np.uint64], device: str) -> bool:
+        """Tell whether all runs lie in one region, as they nearly always do.
+
+        Searching the place of each gives up the interpreter lock, and getting it back takes longer than that.
+        """
+        if not len(addresses):
+            return False
+        lows, highs = self._lists[device]
+        at = bisect_right(lows, int(addresses.min()))
+        if not at or int(addresses.max()) > highs[at - 1]:
+            return False
+        return bool((length_bytes <= np.uint64(highs[at - 1]) - addresses).all())
+
     def _add(self, device: str, low: NDArray[np.uint64], high: NDArray[np.uint64]) -> None:
         order = np.argsort(low, kind="stable")
         # A region may lie inside another: compare with the furthest end of all that begin no later.
-        self._bounds[device] = low[order], np.maximum.accumulate(high[order])
+        self._bounds[device] = low, high = low[order], np.maximum.accumulate(high[order])
+        self._lists[device] = low.tolist(), high.tolist()
 
 
 def pack_regions(regions: Sequence[Region]) -> bytes:
