@@ -13,6 +13,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -121,6 +123,7 @@ class _Stage:
         self._workers: dict[str, Any] = {}
         self._tensors: dict[str, Any] = {}
         self._staged: dict[str, Any] = {}
+        self._go = threading.Event()
 
     def say(self, message: dict[str, Any]) -> None:
         with self._out:
@@ -149,16 +152,34 @@ class _Stage:
         self._tensors[handle] = samples.blank(tensors) if blank else tensors
         self._workers[handle].register(self._tensors[handle])
 
-    def do_call(self, handle: str, method: str, report: bool = False, **arguments: Any) -> Any:
-        if report:
-            arguments["progress"] = lambda *figures: self.say({"event": [handle, *figures]})
+    def progress(self, handle: str, hold: bool) -> Callable[[int, int, str], None]:
+        """Return a callback that reports every step; with `hold` also slows a read down and holds it at half."""
+
+        def report(done: int, total: int, source: str) -> None:
+            self.say({"event": [handle, done, total, source]})
+            if hold and done < total // 2:
+                time.sleep(0.13)  # so long that the next step is reported too
+            elif hold:
+                self._go.wait(60)
+
+        return report
+
+    def do_go(self, handle: str) -> None:
+        """Let go of everything that is held at half."""
+        self._go.set()
+
+    def do_call(self, handle: str, method: str, report: bool = False, hold: bool = False, **arguments: Any) -> Any:
+        if report or hold:
+            arguments["progress"] = self.progress(handle, hold)
         value = getattr(self._workers[handle], method)(**arguments)
         if isinstance(value, list):
             return [dataclasses.asdict(entry) for entry in value]
         return value if value is None else int(value)
 
-    def do_stage(self, handle: str, **arguments: Any) -> int:
+    def do_stage(self, handle: str, report: bool = False, hold: bool = False, **arguments: Any) -> int:
         """Stage a version; `staged` calls a method of what came of it."""
+        if report or hold:
+            arguments["progress"] = self.progress(handle, hold)
         self._staged[handle] = self._workers[handle].stage(**arguments)
         return int(self._staged[handle].version)
 

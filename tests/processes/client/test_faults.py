@@ -92,8 +92,7 @@ def test_a_killed_source_is_replaced_by_another_holder(here: Hub, way: str) -> N
 @pytest.mark.parametrize(
     ("how", "way"),
     [
-        (KILLED, "auto"),
-        (STOPPED, "tcp"),
+        *((KILLED, "auto"), (KILLED, "tcp"), (STOPPED, "tcp")),
         *(pytest.param(how, "nixl", marks=needs_nixl) for how in (KILLED, STOPPED)),
     ],
 )
