@@ -23,6 +23,7 @@ from tensorhub_core.clock import Clock, SystemClock
 from tensorhub_core.config import ClientConfig
 from tensorhub_core.errors import StateError, TransportError
 from tensorhub_core.layout.read_plan import ReadPlan
+from tensorhub_core.limits import start_thread
 from tensorhub_core.transport.base import Transport
 
 _CLOSE_S = 30.0
@@ -80,8 +81,8 @@ class ReadExecutor:
     ) -> ReadJob:
         """Begin a job; any thread.
 
-        Raises StateError if one runs or the executor is closed, TransportError if the memory cannot be verified or the
-        reading side cannot be used any more.
+        Raises StateError if one runs or the executor is closed, TransportError if the memory cannot be verified, the
+        reading side cannot be used any more or no thread can be started.
         """
         done = np.zeros(len(plan), np.bool_) if verified is None else verified.copy()
         through_host = not self._transport.fills_devices and set[str]().union(*(s.devices for s in sources)) <= {"cpu"}
@@ -99,14 +100,16 @@ class ReadExecutor:
             if self._job is not None:
                 raise StateError("a read job runs already: wait for its end")
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tensorhub-executor", daemon=True)
-                self._thread.start()
+                self._thread = self._start_threads()
             self._job = job
             self._jobs.put(job)
         return job
 
     def close(self) -> None:
-        """Cancel a running job and end the threads within 30 s; idempotent, any thread."""
+        """Cancel a running job and end the threads; idempotent, any thread.
+
+        Raises TransportError if they have not ended after 30 s: what they write to must then not be freed.
+        """
         with self._lock:
             self._closed = True
             thread, self._thread = self._thread, None
@@ -115,9 +118,21 @@ class ReadExecutor:
         if thread is not None and os.getpid() == self._pid:
             self._jobs.put(None)
             thread.join(_CLOSE_S)
+            if thread.is_alive():
+                raise TransportError("the reading thread does not end: it may still write, so end this process")
 
-    def _run(self) -> None:
+    def _start_threads(self) -> threading.Thread:
+        """Start the thread that reads and those that verify: all of them, or none and TransportError."""
         verifier = Verifier(4 * self._flow.window)
+        thread = threading.Thread(target=self._run, args=(verifier,), name="tensorhub-executor", daemon=True)
+        try:
+            start_thread(thread)
+        except TransportError:
+            verifier.close(_CLOSE_S)
+            raise
+        return thread
+
+    def _run(self, verifier: Verifier) -> None:
         while (job := self._jobs.get()) is not None:
             pump = Pump(job, self._transport, self._peers, self._staging, verifier, self._flow, self._clock)
             try:

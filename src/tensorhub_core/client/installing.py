@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -17,6 +18,8 @@ from tensorhub_core.client.reading import ReadEnd, ReadHandle, ReadObserver, Rea
 from tensorhub_core.client.rounds import Broken, Planned, RoundState
 from tensorhub_core.client.staged_memory import StagedMemory
 from tensorhub_core.clock import Deadline
+from tensorhub_core.errors import TransportError
+from tensorhub_core.limits import start_thread
 from tensorhub_core.state.messages import PutBlob
 
 CHUNK_BYTES = 16 << 20
@@ -73,7 +76,7 @@ class LocalCopy:
     """A running copy; the `ReadHandle` of an install. It ends VERIFIED: what is staged was verified on its way in."""
 
     def __init__(self, copies: CopyList, observer: ReadObserver, threads: int) -> None:
-        """Begin to copy."""
+        """Begin to copy; raises TransportError if no thread can be started for it."""
         self._copies, self._observer = copies, observer
         self._chunks = iter(copies.chunks)
         self._helpers = min(threads, len(copies.chunks)) - 1
@@ -83,7 +86,7 @@ class LocalCopy:
         self._counting = threading.Lock()
         self._ended = threading.Event()
         self._outcome: ReadOutcome | None = None
-        threading.Thread(target=self._lead, name="tensorhub-install", daemon=True).start()
+        start_thread(threading.Thread(target=self._lead, name="tensorhub-install", daemon=True))
 
     def advance(self, lease: str, prefix: int) -> None:
         """Do nothing: there is no source."""
@@ -104,9 +107,12 @@ class LocalCopy:
         return self._outcome
 
     def _lead(self) -> None:
-        helpers = [threading.Thread(target=self._copy, daemon=True) for _ in range(self._helpers)]
-        for helper in helpers:
-            helper.start()
+        helpers: list[threading.Thread] = []
+        with contextlib.suppress(TransportError):  # those that there are do it all
+            for _ in range(self._helpers):
+                helper = threading.Thread(target=self._copy, name="tensorhub-install-helper", daemon=True)
+                start_thread(helper)
+                helpers.append(helper)
         self._copy(leads=True)
         for helper in helpers:
             helper.join()

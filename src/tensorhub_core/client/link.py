@@ -12,7 +12,8 @@ from enum import Enum
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from tensorhub_core.errors import ConfigError
+from tensorhub_core.errors import ConfigError, TransportError
+from tensorhub_core.limits import ZMQ_FILES, check_files, no_files
 from tensorhub_core.wire.codec import MAX_MESSAGE_BYTES
 
 _EVENTS = (
@@ -47,25 +48,38 @@ class Link:
     """
 
     def __init__(self, address: str) -> None:
-        """Begin to connect; raises ConfigError if the address is malformed."""
+        """Begin to connect; raises ConfigError if the address is malformed, TransportError if files run out."""
         if not isinstance(address, str):
             raise ConfigError(f"{address!r} is not an address: write tcp://HOST:PORT")
         self.address = address
         self.trouble = "no connection"
         self.connected = False
+        check_files(ZMQ_FILES, "a connection to the server")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wake_lock = threading.Lock()
         self._wake_read, self._wake_write = os.pipe()
         for end in (self._wake_read, self._wake_write):
             os.set_blocking(end, False)
         try:
-            self._sockets = self._open(address)
+            self._sockets: _Sockets | None = self._open(address)
         except BaseException:
             self._end()
             raise
 
     def _open(self, address: str) -> _Sockets:
-        dealer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        """Begin to connect by new sockets; raises ConfigError, or TransportError if there are no files for them."""
+        try:
+            dealer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise TransportError(no_files("a connection to the server", error)) from None
+        try:
+            return self._connect(dealer, address)
+        except BaseException:
+            dealer.disable_monitor()
+            dealer.close(0)
+            raise
+
+    def _connect(self, dealer: zmq.Socket[bytes], address: str) -> _Sockets:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.IDENTITY, b"w" + secrets.token_bytes(15))
         dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -77,21 +91,29 @@ class Link:
         dealer.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
         dealer.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
         dealer.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
-        monitor: zmq.Socket[bytes] = dealer.get_monitor_socket(_EVENTS)
-        sockets = _Sockets(dealer, monitor)
+        try:
+            monitor: zmq.Socket[bytes] = dealer.get_monitor_socket(_EVENTS)
+        except zmq.ZMQError as error:
+            raise TransportError(no_files("a connection to the server", error)) from None
         try:
             dealer.connect(address)
         except (zmq.ZMQError, UnicodeError) as error:
-            self._close(sockets)
+            monitor.close(0)
             raise ConfigError(f"{address!r} is not an address: write tcp://HOST:PORT ({error})") from None
-        return sockets
+        return _Sockets(dealer, monitor)
 
     def renew(self, address: str | None = None) -> None:
-        """Drop the connection and begin to connect again, to another address if one is given."""
-        self._close(self._sockets)
+        """Drop the connection and begin to connect again, to another address if one is given.
+
+        Where this process has no files left for it, `wait` tries again.
+        """
+        self._close()
         self.connected = False
         self.address = self.address if address is None else address
-        self._sockets = self._open(self.address)
+        try:
+            self._sockets = self._open(self.address)
+        except TransportError as error:
+            self.trouble = str(error)
 
     def wake(self) -> None:
         """Make `wait` return; any thread, also after `close`."""
@@ -100,9 +122,12 @@ class Link:
 
     def wait(self, timeout_s: float, writable: bool = False) -> None:
         """Wait until something arrives, somebody wakes the link, or room to send if `writable`; at most `timeout_s`."""
+        if self._sockets is None:
+            self.renew()
         poller = zmq.Poller()
-        poller.register(self._sockets.dealer, zmq.POLLIN | (zmq.POLLOUT if writable else 0))
-        poller.register(self._sockets.monitor, zmq.POLLIN)
+        if self._sockets is not None:
+            poller.register(self._sockets.dealer, zmq.POLLIN | (zmq.POLLOUT if writable else 0))
+            poller.register(self._sockets.monitor, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
         poller.poll(max(0, int(timeout_s * 1000)))
         with contextlib.suppress(BlockingIOError):
@@ -111,7 +136,7 @@ class Link:
     def events(self) -> list[LinkEvent]:
         """Return what happened to the connection, oldest first."""
         found: list[LinkEvent] = []
-        while True:
+        while self._sockets is not None:
             try:
                 message = recv_monitor_message(self._sockets.monitor, zmq.NOBLOCK)
             except zmq.Again:
@@ -128,9 +153,12 @@ class Link:
                 self.trouble = "the connection was refused"
             else:
                 self.trouble = f"the peer does not speak ZeroMQ ({zmq.Event(event).name}, {value})"
+        return found
 
     def send(self, frames: list[bytes]) -> bool:
         """Send a message if there is a connection with room for it; tell whether it was sent."""
+        if self._sockets is None:
+            return False
         try:
             self._sockets.dealer.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
@@ -139,6 +167,8 @@ class Link:
 
     def receive(self) -> list[bytes] | None:
         """Return the frames of the next message, or None if none has arrived."""
+        if self._sockets is None:
+            return None
         try:
             return self._sockets.dealer.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -148,10 +178,13 @@ class Link:
         """Close everything at once; what was not sent yet is lost. Idempotent."""
         if self._wake_read < 0:
             return
-        self._close(self._sockets)
+        self._close()
         self._end()
 
-    def _close(self, sockets: _Sockets) -> None:
+    def _close(self) -> None:
+        sockets, self._sockets = self._sockets, None
+        if sockets is None:
+            return
         sockets.dealer.disable_monitor()
         sockets.monitor.close(0)
         sockets.dealer.close(0)

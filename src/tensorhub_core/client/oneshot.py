@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import zmq
 
 from tensorhub_core.errors import ConfigError, ProtocolMismatch, ServerUnreachable, TensorHubError, error_from_wire
+from tensorhub_core.limits import ZMQ_FILES, check_files
 from tensorhub_core.state.messages import PROTOCOL, Failure, Hello, Leave, Reply, Request, Welcome
 from tensorhub_core.wire.codec import MAX_MESSAGE_BYTES, MalformedMessage, decode_reply, encode, split
 
@@ -36,6 +37,7 @@ def ask(address: str, message: Request, *, timeout_s: float = 10.0, model: str =
 
 @contextmanager
 def _connected(address: str) -> Iterator[zmq.Socket[bytes]]:
+    check_files(ZMQ_FILES, f"a connection to {address}")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     try:

@@ -29,6 +29,7 @@ from tensorhub_core.errors import (
     TensorHubError,
     error_from_wire,
 )
+from tensorhub_core.limits import start_thread
 from tensorhub_core.observe.log import get_logger
 from tensorhub_core.state.messages import (
     Available,
@@ -101,7 +102,11 @@ class Session:
         self._leaving = self._stopping = False
         self.pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="tensorhub-session", daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except TensorHubError:
+            self._link.close()
+            raise
 
     @property
     def address(self) -> str:

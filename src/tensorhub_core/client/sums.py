@@ -82,9 +82,12 @@ def segment_sums(
     if threads < 2 or table.total_bytes < _THREADED_BYTES:
         fill(0, len(table))
         return sums
-    with ThreadPoolExecutor(threads, thread_name_prefix="tensorhub-sums") as pool:
-        for part in [pool.submit(fill, *cut) for cut in itertools.pairwise(_even_cuts(table, threads))]:
-            part.result()
+    try:
+        with ThreadPoolExecutor(threads, thread_name_prefix="tensorhub-sums") as pool:
+            for part in [pool.submit(fill, *cut) for cut in itertools.pairwise(_even_cuts(table, threads))]:
+                part.result()
+    except RuntimeError:  # the system allows no more threads
+        fill(0, len(table))
     return sums
 
 

@@ -24,6 +24,7 @@ from tensorhub_core.layout.read_plan import ReadPlan
 from tensorhub_core.layout.scatter import scatter_bytes
 from tensorhub_core.layout.segments import segment_box
 from tensorhub_core.layout.types import Checksum
+from tensorhub_core.limits import start_thread
 
 SAMPLED_SHARE = 1 / 8
 """The share of segments that `verify = sampled` compares."""
@@ -156,17 +157,24 @@ class Verifier:
     """Threads that check what has landed; results go to `deliver`, on one of them, in any order."""
 
     def __init__(self, most_waiting: int, threads: int | None = None) -> None:
-        """Start the threads (None = one less than the CPUs, 1 to 4); at most `most_waiting` items wait for them."""
+        """Start the threads (None = one less than the CPUs, 1 to 4); at most `most_waiting` items wait for them.
+
+        Does with fewer where the system allows no more; raises TransportError if there is not even one.
+        """
         if threads is None:
             cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
             threads = max(1, min(_MOST_THREADS, cpus - 1))
         self._waiting: queue.Queue[tuple[Checker, Landed, Callable[[Checked], None]] | None] = queue.Queue(most_waiting)
-        self._threads = [
-            threading.Thread(target=self._run, name=f"tensorhub-verifier-{number}", daemon=True)
-            for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for number in range(threads):
+            thread = threading.Thread(target=self._run, name=f"tensorhub-verifier-{number}", daemon=True)
+            try:
+                start_thread(thread)
+            except TransportError:
+                if not self._threads:
+                    raise
+                break
+            self._threads.append(thread)
 
     def submit(self, checker: Checker, landed: Landed, deliver: Callable[[Checked], None]) -> None:
         """Check in turn; waits while too many are waiting."""

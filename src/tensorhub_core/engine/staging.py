@@ -15,6 +15,7 @@ from tensorhub_core.client.versions import Version
 from tensorhub_core.client.worker import Worker
 from tensorhub_core.engine.logical import LogicalTensor
 from tensorhub_core.errors import DeadlineExceeded, StateError, TensorHubError
+from tensorhub_core.limits import start_thread
 
 Weights = list[tuple[str, torch.Tensor]]
 
@@ -90,7 +91,7 @@ class Fetch:
         self._found: Waiting | None = None
         self._error: Exception | None = None
         self._dropped = self._over = False
-        threading.Thread(target=self._run, name="tensorhub-stage", daemon=True).start()
+        start_thread(threading.Thread(target=self._run, name="tensorhub-stage", daemon=True))
 
     def ended(self, timeout_s: float = 0.0) -> bool:
         """Wait up to `timeout_s` for the end and tell whether it has come; the engine's thread answers what is asked.

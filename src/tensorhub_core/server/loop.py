@@ -18,6 +18,7 @@ import zmq
 from tensorhub_core.clock import Clock
 from tensorhub_core.errors import ProtocolMismatch, TensorHubError
 from tensorhub_core.ids import SessionId
+from tensorhub_core.limits import ZMQ_FILES, check_files
 from tensorhub_core.observe.log import get_logger
 from tensorhub_core.server.counters import Counters, RateLimitedLog
 from tensorhub_core.server.options import bind_router
@@ -46,7 +47,7 @@ class ServerLoop:
     """The reference server in the calling thread: construct (binds), `run` until `stop`, `close`.
 
     `stop` may be called from any thread and from signal handlers; everything else belongs to one thread at a time.
-    Raises AddressInUse or ConfigError naming the address if it cannot be bound.
+    Raises AddressInUse or ConfigError naming the address if it cannot be bound, TransportError if files run out.
     """
 
     def __init__(self, config: MachineConfig, bind: str, *, clock: Clock, logger: logging.Logger | None = None) -> None:
@@ -57,6 +58,7 @@ class ServerLoop:
         self._limited = RateLimitedLog(self._logger)
         self._tick_at: float | None = None
         self._tick_not_before = clock.now()
+        check_files(ZMQ_FILES, f"a server at {bind}")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._bound = bind_router(self._context, bind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import ipaddress
 import os
+import selectors
 import socket
 import struct
 from collections.abc import Iterator, Sequence
@@ -157,6 +158,11 @@ def _listen_on(
         raise TransportError(f"the address {each.address} of {interface!r} cannot be listened on: {error}") from None
     ports = [listener.getsockname()[1] for listener in listeners]
     return listeners, tuple(Endpoint(each.address, port) for each, port in zip(addresses, ports, strict=True))
+
+
+def new_selector() -> selectors.BaseSelector:
+    """Return a selector that takes no file of its own: it is needed most where there are none left."""
+    return getattr(selectors, "PollSelector", selectors.SelectSelector)()
 
 
 def tune(connection: socket.socket) -> None:

@@ -19,7 +19,7 @@ from enum import Enum
 from tensorhub_core.clock import Clock
 from tensorhub_core.errors import TransportError
 from tensorhub_core.transport.base import Progress, ReadState
-from tensorhub_core.transport.tcp_addresses import tune
+from tensorhub_core.transport.tcp_addresses import new_selector, tune
 from tensorhub_core.transport.tcp_memory import Vector
 from tensorhub_core.transport.tcp_wire import (
     CHALLENGE_BYTES,
@@ -342,7 +342,7 @@ def _first_open(
 
 def _wait(connections: Sequence[TcpConnection], timeout_s: float) -> None:
     """Wait until one of them can be driven on."""
-    with selectors.DefaultSelector() as selector:
+    with new_selector() as selector:
         for connection in connections:
             selector.register(connection, connection.awaited_events())
         selector.select(timeout_s)

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 from tensorhub_core.clock import Clock
 from tensorhub_core.errors import TransportError
+from tensorhub_core.limits import no_files, start_thread
 from tensorhub_core.transport.extents import Extents
-from tensorhub_core.transport.tcp_addresses import USER_TIMEOUT_S, listen, tune
+from tensorhub_core.transport.tcp_addresses import USER_TIMEOUT_S, listen, new_selector, tune
 from tensorhub_core.transport.tcp_memory import MOST_VIEWS, Vector, address_space
 from tensorhub_core.transport.tcp_wire import (
     MOST_REQUEST_BYTES,
@@ -86,13 +87,18 @@ class TcpServer:
         self._strangers: dict[_Connection, None] = {}
         """In the order in which they came."""
         self._readers = 0
-        self._waker, self._wake = socket.socketpair()
+        try:
+            self._waker, self._wake = socket.socketpair()
+        except OSError as error:
+            for listener in self._listeners:
+                listener.close()
+            raise TransportError(no_files("the listener's waking pipe", error)) from None
         self._acceptor = threading.Thread(target=self._accept, name="tensorhub-tcp-accept", daemon=True)
         try:
-            self._acceptor.start()
-        except RuntimeError as error:
+            start_thread(self._acceptor)
+        except TransportError:
             self._close()
-            raise TransportError(f"no thread can be started: {error}") from None
+            raise
 
     def stop(self) -> None:
         """End all connections and threads; after it no thread can touch the memory any more.
@@ -153,7 +159,7 @@ class TcpServer:
         return True
 
     def _accept(self) -> None:
-        with selectors.DefaultSelector() as selector:
+        with new_selector() as selector:
             selector.register(self._waker, selectors.EVENT_READ)
             for listener in self._listeners:
                 listener.setblocking(False)
@@ -165,7 +171,7 @@ class TcpServer:
 
     def _pause(self) -> None:
         """Wait until there may be room again, or for the end; meanwhile the kernel keeps who wants to connect."""
-        with selectors.DefaultSelector() as selector:
+        with new_selector() as selector:
             selector.register(self._waker, selectors.EVENT_READ)
             selector.select(_ACCEPT_PAUSE_S)
 
