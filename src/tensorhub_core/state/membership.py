@@ -78,10 +78,12 @@ def hear_high(s: Step, model: ModelState, m: Hello) -> None:
     if m.held is not None:
         keys.append((m.held.epoch, m.held.number))
     for key in keys:
+        if s.state.deserted:
+            s.state.deserted, s.state.listening, s.state.listen_from_s = False, True, s.now
         known = max((k for k in (model.high, model.heard) if k is not None), default=None)
         if known is None or key > known:
             model.heard = key
-            s.state.listening = s.state.listening or s.now < s.state.started_s + s.state.config.grace_s
+            s.state.listening = s.state.listening or s.now < s.state.listen_from_s + s.state.config.grace_s
         if key[0] >= model.epoch:
             model.epoch = key[0]
             if m.held is not None and m.stream is not None and m.stream not in model.streams:
@@ -262,8 +264,17 @@ def check_silence(s: Step) -> None:
         silent_s = s.now - worker.last_seen_s
         if silent_s >= config.dead_after_s:
             remove(s, worker, f"silent for {silent_s:.1f} s")
+            note_burial(s)
         elif silent_s >= config.lease_s and not worker.suspected:
             suspect(s, worker)
+
+
+def note_burial(s: Step) -> None:
+    """Tell one worker's death from a server that nobody reaches: then it listens first when somebody comes back."""
+    state = s.state
+    state.buried = state.buried + 1 if s.now <= state.buried_s + state.config.lease_s else 1
+    state.buried_s = s.now
+    state.deserted = state.buried > 1 and not state.workers
 
 
 def heard_from(s: Step, worker: Worker) -> None:

@@ -154,6 +154,8 @@ class Joined:
     have: VersionKey | None
     prefix: bool = True
     """What it has verified may be offered before it is complete."""
+    promised: VersionKey | None = None
+    """What the server promised it before it restarted."""
     heard: bool = False
     orphaned_since_s: float | None = None
     done_request: int | None = None
@@ -259,6 +261,13 @@ class ServerState:
     config: MachineConfig
     started_s: float
     now_s: float
+    listen_from_s: float = 0.0
+    """When this life began, or when somebody came back after all had been silent for so long that they were buried."""
+    buried_s: float = 0.0
+    buried: int = 0
+    """When a worker was buried for its silence last, and how many were within a lease of each other."""
+    deserted: bool = False
+    """All workers, and more than one, fell silent together: it was this server that was cut off."""
     listening: bool = False
     """Somebody came back from an earlier server life: no promise and no withdrawal before the grace is over (L5)."""
     counter: int = 0
@@ -276,7 +285,7 @@ class ServerState:
     @classmethod
     def new(cls, config: MachineConfig, now: float) -> ServerState:
         """Return the state of a server that has just started."""
-        return cls(config=config, started_s=now, now_s=now, ticked_s=now, swept_s=now)
+        return cls(config=config, started_s=now, listen_from_s=now, now_s=now, ticked_s=now, swept_s=now)
 
     def next_deadline(self, now: float) -> float | None:
         """Return when the next `Tick` is due at the latest; None when there is nothing to watch."""
@@ -286,4 +295,4 @@ class ServerState:
 
     def in_grace(self, now: float) -> bool:
         """Tell whether the server still only listens (law L5)."""
-        return self.listening and now < self.started_s + self.config.grace_s
+        return self.listening and now < self.listen_from_s + self.config.grace_s
