@@ -72,7 +72,7 @@ def join(s: Step) -> None:
     mode, have = state.mode, state.have
     if state.touched and mode not in ("stage", "install"):
         mode, have = "update" if state.done_asked else "replicate", None
-    s.ask(JoinRound(state.number, state.want, mode, have, state.offer, state.prefix), Phase.JOINING)
+    s.ask(JoinRound(state.number, state.want, mode, have, state.offer, state.prefix, state.key), Phase.JOINING)
 
 
 def promised(s: Step, promise: Promise) -> None:

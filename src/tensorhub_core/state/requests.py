@@ -120,6 +120,7 @@ class JoinRound(Message, frozen=True):
     staged; it then is a round like any other, without sources.
     `offer=False`: neither the copy nor its prefix is offered to anyone (memory that is processed in place).
     `prefix=False`: only the finished copy is offered, because the worker does not verify every segment (law L12).
+    `promised` is the version that an earlier life of the server, or of the connection, promised this call.
     """
 
     round: int
@@ -128,6 +129,7 @@ class JoinRound(Message, frozen=True):
     have: tuple[int, int] | None = None
     offer: bool = True
     prefix: bool = True
+    promised: tuple[int, int] | None = None
 
 
 class Filling(Message, frozen=True):

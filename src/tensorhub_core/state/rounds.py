@@ -54,7 +54,9 @@ def join(s: Step, worker: Worker, request: int, m: JoinRound) -> None:
     if worker.shard in current.joined:
         return s.fail(worker, request, StateError(f"shard {worker.shard} has joined round {m.round} already"))
     have = None if m.have is None else (m.have[0], m.have[1])
-    current.joined[worker.shard] = Joined(request, m.offer, have, m.prefix)
+    # Only a server that listens after a restart has forgotten promises; later this would be a way around a drain.
+    promised = (m.promised[0], m.promised[1]) if m.promised is not None and s.state.in_grace(s.now) else None
+    current.joined[worker.shard] = Joined(request, m.offer, have, m.prefix, promised)
     text = disagreement(current, m, have)
     if text:
         return abort(s, group, current, StateError(f"shards of replica {group.replica!r} {text}"))
@@ -159,7 +161,8 @@ def try_promise(s: Step, model: ModelState, group: Group, current: Round) -> Non
     was_whole = record is not None and record.was_whole
     gone = key[1] < highest_number(model, key[0])
     current.key = key
-    if all(lease_shard(s, group, w.shard, current, promised=False) for w in members):
+    promised = any(joined.promised == key for joined in current.joined.values())
+    if all(lease_shard(s, group, w.shard, current, promised) for w in members):
         current.join_by_s = s.now + s.state.config.join_timeout_s
         return keep_promise(s, group, current)
     drop_leases(s, current)

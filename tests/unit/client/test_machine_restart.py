@@ -60,7 +60,9 @@ def test_a_lost_connection_while_joining_joins_again() -> None:
 def test_a_running_read_goes_on_over_a_restart_under_the_same_memory() -> None:
     driver = Driver().to_reading()
     ask = only(driver.feed(reopened()), Ask)
-    assert ask.message == JoinRound(0, None, "replicate", None, True)
+    assert ask.message == JoinRound(0, None, "replicate", None, True, promised=(1, 7)), (
+        "whoever has forgotten it hears it"
+    )
     effects = driver.promise(source("n1"))
     assert effects == [Tell(Filling(0)), Advance("l1", 4, True)]
     assert driver.feed(Pushed(SourceProgress("n1", 4, True))) == [Advance("l1", 4, True)]
@@ -117,7 +119,7 @@ def test_a_read_that_ends_before_the_new_promise_is_not_repeated() -> None:
 def test_a_commit_lost_with_the_connection_is_found_again() -> None:
     driver = Driver().to_confirming()
     ask = only(driver.feed(reopened(4)), Ask)
-    assert ask.message == JoinRound(4, None, "update", None, True)
+    assert ask.message == JoinRound(4, None, "update", None, True, promised=(1, 7))
     assert driver.answer(NothingNewer(4, 1, 7)) == [End(key=(1, 7), published=True)]
 
 

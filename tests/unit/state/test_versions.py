@@ -6,7 +6,10 @@ import pytest
 
 from tensorhub_core.state.events import Disconnected
 from tensorhub_core.state.messages import (
+    Committed,
+    Done,
     Failure,
+    Filling,
     GetBlob,
     GetStatus,
     Heartbeat,
@@ -194,6 +197,79 @@ def test_a_restarted_server_listens_first_and_never_goes_back() -> None:
     failure = reader.answer(asked, Failure)
     assert failure.code == "version_unavailable"
     stale.answer(taken, Ok)
+
+
+def test_a_server_that_was_cut_off_from_everybody_listens_first_too() -> None:
+    hub = Hub()
+    holder, reader = hub.hello("holder"), hub.hello("reader")
+    holder.register(b"layout")
+    holder.publish(3, b"three", Published)
+    hub.later(hub.config.dead_after_s + 2.0, silent=(holder, reader))
+    assert hub.state.workers == {}
+    back = hub.hello("reader", high=(1, 3))
+    back.register(b"layout")
+    asked = back.join(0)
+    assert asked not in back.answers, "whoever held it may come back as well"
+    hub.later(1.0)
+    again = hub.peer("holder")
+    held = Held(1, 3, digest(b"layout"), digest(b"p"), digest(b"three"), 400, 4)
+    again.call(Hello(1, "holder", "policy", "holder", held=held, high=(1, 3)), Welcome)
+    hub.later(hub.config.grace_s)
+    assert back.answer(asked, Promise).sources[0].replica == "holder"
+
+
+def test_a_server_that_nobody_comes_back_to_makes_nobody_wait() -> None:
+    hub = Hub()
+    hub.hello("lone")
+    hub.later(hub.config.dead_after_s + 2.0, silent=tuple(hub.peers.values()))
+    fresh, reader = hub.hello("fresh"), hub.hello("reader")
+    for peer in (fresh, reader):
+        peer.register(b"layout")
+    fresh.publish(1, b"one", Published)
+    assert reader.answer(reader.join(0), Promise).number == 1
+
+
+def restarted(promised: tuple[int, int] | None) -> tuple[Hub, Peer, Peer, int, int]:
+    """A restarted hub hears of a reader in the middle of version 3 and of its source, which takes it back."""
+    hub = Hub(server_epoch=2)
+    reader = hub.hello("reader", high=(1, 3))
+    reader.register(b"layout")
+    source = hub.peer("source")
+    placement, sums = source.session + b" placement", b"three"
+    held = Held(1, 3, digest(b"layout"), digest(placement), digest(sums), 400, 4)
+    source.call(Hello(1, "source", "policy", "source", held=held, high=(1, 3)), Welcome)
+    taken = source.unpublish()
+    return hub, reader, source, reader.join(0, promised=promised), taken
+
+
+def test_a_restarted_server_keeps_the_promise_of_its_earlier_life() -> None:
+    hub, reader, source, asked, taken = restarted((1, 3))
+    hub.later(hub.config.grace_s + 0.5)
+    promise = reader.answer(asked, Promise)
+    assert (promise.number, promise.sources[0].replica) == (3, "source")
+    assert taken not in source.answers, "somebody reads it"
+    reader.call(Filling(0), Ok)
+    reader.call(Done(0, reader.put(b"three")), Committed)
+    source.answer(taken, Ok)
+
+
+def test_what_is_taken_back_is_promised_to_nobody_new() -> None:
+    hub, reader, source, asked, taken = restarted(None)
+    hub.later(hub.config.grace_s + 0.5)
+    assert reader.answer(asked, Failure).code == "version_unavailable"
+    source.answer(taken, Ok)
+
+
+def test_a_claim_is_heard_only_while_the_server_listens() -> None:
+    """Or readers could keep a publisher from its memory for ever, one after the other."""
+    hub, reader, source, asked, taken = restarted((1, 3))
+    late = hub.hello("late", high=(1, 3))
+    late.register(b"layout")
+    hub.later(hub.config.grace_s + 0.5)
+    reader.answer(asked, Promise)
+    wanted = late.join(0, promised=(1, 3))
+    assert late.answer(wanted, Failure).code == "version_unavailable"
+    assert taken not in source.answers
 
 
 def test_a_fresh_server_makes_nobody_wait() -> None:
