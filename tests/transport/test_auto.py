@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tensorhub_core.errors import TransportError
-from tensorhub_core.transport.base import ReadState, Region
+from tensorhub_core.transport.base import Batch, ReadState, Region
 from tensorhub_core.transport.description import decode_offer
 from tensorhub_core.transport.memory import MemoryNetwork
 from tests.transport.auto_world import HERE, SIZE, THERE, Side, noise
@@ -82,6 +82,23 @@ def test_device_memory_that_reads_from_a_source_without_nixl_is_told(network: Me
     there, here = pair(network, FAR, {"device": "cuda:0"})
     with pytest.raises(TransportError, match=r"connect\(transport='nixl'\)"):
         here.auto.attach(there.serve())
+
+
+def test_a_device_is_filled_from_a_source_without_nixl_through_staging_memory(network: MemoryNetwork) -> None:
+    there, here = pair(network, FAR, {"device": "cuda:0"})
+    staging = np.full(SIZE, 0xA5, np.uint8)
+    here.auto.register_local([Region(staging.ctypes.data, SIZE)])
+    peer = here.auto.attach(there.serve())
+    run = np.array([SIZE], np.uint64)
+    place = np.array([staging.ctypes.data], np.uint64), np.array([there.region.address], np.uint64)
+    read = here.auto.post(peer, Batch(*place, run))
+    while here.auto.poll(read).state is ReadState.ACTIVE:
+        pass
+    assert here.auto.poll(read).state is ReadState.DONE
+    assert np.array_equal(staging, there.memory)
+    assert not here.auto.fills_devices
+    with pytest.raises(TransportError, match=r"connect\(transport='nixl'\)"):
+        here.auto.post(peer, Batch(*place, run, "cuda:0"))
 
 
 def test_what_refuses_to_attach_is_followed_by_the_next(network: MemoryNetwork) -> None:

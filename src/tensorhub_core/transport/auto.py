@@ -140,7 +140,13 @@ class AutoTransport:
         for older in [known for known, other in self._peers.items() if other.offer.agent == peer.offer.agent]:
             self.detach(older)
         regions = self._members.regions
-        self._connect(peer, not regions or any(region.device == "cpu" for region in regions))
+        cpu = not regions or any(region.device == "cpu" for region in regions)
+        try:
+            self._connect(peer, cpu)
+        except TransportError:
+            if cpu or not any(region.device == "cpu" for region in self._members.local):
+                raise
+            self._connect(peer, True)  # its bytes go to the device through the host's staging memory
         self._attached += 1
         name = PeerId(f"{peer.offer.agent}#{self._attached}")
         self._peers[name] = peer
