@@ -110,24 +110,25 @@ class Pump:
             try:
                 self._staging.prepare(max(largest, self._settings.chunk_bytes))
             except TransportError:
-                self._peers.forget_all()
+                self._peers.doubt_all()
                 raise
         self._report("")
 
     def _loop(self) -> None:
         last = self._clock.now()
         while True:
-            now = self._clock.now()
-            if now - last > _PAUSE_SHARE * self._settings.stall_timeout_s:
-                self._lanes.paused(now)
-            last = now
             moved = self._collect()
             moved = self._poll() or moved
             self._obey()
             if not self._backlog and not self._flights and not self._checking:
                 return
             moved = self._fill() or moved
-            self._lanes.watch(self._backlog, self._checking, self._clock.now())
+            # Here, because the caller's progress callback may have taken its time since sources were last watched.
+            now = self._clock.now()
+            if now - last > _PAUSE_SHARE * self._settings.stall_timeout_s:
+                self._lanes.paused(now)
+            last = now
+            self._lanes.watch(self._backlog, self._checking, now)
             if not moved:
                 self._rest()
             else:

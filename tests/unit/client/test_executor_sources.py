@@ -98,6 +98,26 @@ def test_a_source_alone_is_no_straggler(open_world: Callable[..., Sources]) -> N
     assert end_of(world.start()).end is ReadEnd.VERIFIED
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_progress_callback_that_takes_its_time_is_not_the_sources_fault(
+    open_world: Callable[..., Sources], count: int
+) -> None:
+    """Over a transport by which bytes come in only while it is polled."""
+    world = open_world(*[FAST] * count, segments=200)
+    hear, transport = world.record.on_progress, world.transport
+
+    def slowly(*figures: Any) -> None:
+        hear(*figures)
+        world.clock.seconds += 3 * FLOW.stall_timeout_s
+        for times in (transport.due_s, transport.free_s):
+            times.update({each: due + 3 * FLOW.stall_timeout_s for each, due in times.items()})  # type: ignore[attr-defined]
+
+    world.record.on_progress = slowly  # type: ignore[method-assign]
+    outcome = end_of(world.start())
+    assert (outcome.end, outcome.detail) == (ReadEnd.VERIFIED, "")
+    assert world.destination.holds(world.truth)
+
+
 def test_a_read_that_a_straggler_began_is_taken_over(open_world: Callable[..., Sources]) -> None:
     """Segments are larger than what is asked for at once: a straggler is left in the middle of one."""
     world = open_world(FAST, SLOW, flow=type(FLOW)(chunk_bytes=1024, most_chunk_bytes=1024, window=2))
