@@ -37,4 +37,5 @@ def check_files(count: int, what: str) -> None:
 
 def no_files(what: str, error: Exception) -> str:
     """Say that a thing could not be opened, and what helps."""
-    return f"{what} cannot be opened ({getattr(error, 'strerror', None) or error}): raise the limit on open files (ulimit -n)"
+    reason = getattr(error, "strerror", None) or error
+    return f"{what} cannot be opened ({reason}): raise the limit on open files (ulimit -n)"

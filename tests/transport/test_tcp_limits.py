@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -71,3 +72,17 @@ def test_a_source_without_files_accepts_again_later() -> None:
         assert (here == np.arange(100)).all()
         reader.shutdown()
         source.stdin.close()
+
+
+def test_connections_to_sources_that_are_gone_give_their_files_back() -> None:
+    """A trainer that registers anew for every version is another source each time."""
+    reader = TcpTransport("reader")
+    data = np.arange(100, dtype=np.uint8)
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(20):
+        source = TcpTransport(f"source {number}")
+        source.register([Region(data.ctypes.data, data.nbytes)])
+        reader.attach(source.describe())
+        source.shutdown()
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+    reader.shutdown()

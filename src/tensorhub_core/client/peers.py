@@ -28,6 +28,8 @@ class Peers:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._attached: OrderedDict[bytes, AttachedPeer] = OrderedDict()
+        self._doubtful: list[AttachedPeer] = []
+        """Those that the transport may have lost; or it keeps them, and what they cost, until they are detached."""
 
     def attach(self, description: bytes) -> AttachedPeer:
         """Return the peer of a description; raises TransportError if it cannot be attached."""
@@ -36,24 +38,35 @@ class Peers:
             try:
                 self._attached[key] = AttachedPeer(self._transport.attach(description))
             except TransportError:
-                self._attached.clear()
+                self.doubt_all()
                 raise
         self._attached.move_to_end(key)
         return self._attached[key]
 
     def trim(self) -> None:
-        """Detach those not used for longest; no read may be in flight."""
+        """Detach those not used for longest, and the doubtful ones; no read may be in flight."""
+        for doubtful in self._doubtful:
+            self._detach(doubtful)
+        self._doubtful.clear()
         while len(self._attached) > MOST_IDLE_PEERS:
-            _, oldest = self._attached.popitem(last=False)
-            self._transport.detach(oldest.peer)
+            self._detach(self._attached.popitem(last=False)[1])
 
     def drop(self, description: bytes) -> None:
         """Detach a peer that failed, so that it is attached anew next time."""
         found = self._attached.pop(xxhash.xxh3_128_digest(description), None)
         if found is not None:
-            with contextlib.suppress(TransportError):
-                self._transport.detach(found.peer)
+            self._detach(found)
+
+    def doubt_all(self) -> None:
+        """Use no peer any more without attaching it anew: a failure may have cost the transport its peers."""
+        self._doubtful += self._attached.values()
+        self._attached.clear()
 
     def forget_all(self) -> None:
         """Forget all peers: a fence has detached them."""
         self._attached.clear()
+        self._doubtful.clear()
+
+    def _detach(self, found: AttachedPeer) -> None:
+        with contextlib.suppress(TransportError):
+            self._transport.detach(found.peer)

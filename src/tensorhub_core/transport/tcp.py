@@ -123,6 +123,8 @@ class TcpTransport:
         offer = decode_metadata(found.metadata)
         regions = Extents.unpack(offer.regions)
         known = self._known(found.agent)
+        for other in self._peers.values():
+            self._alive(other.connection)  # one that ended unseen gives its file back
         if known is None or self._peers[known].secret != offer.secret or not self._alive(self._peers[known].connection):
             groups = order_of_trying(offer.endpoints, share_loopback(self._host, offer.host))
             connection = connect_first(groups, found.agent, offer.secret, self._clock, self._connect_timeout_s)
