@@ -169,9 +169,11 @@ def depth_below(copies: list[Copy]) -> int:
 
 def describe_holders(s: Step, model: ModelState, key: VersionKey) -> str:
     """Say who holds what, for the text of `VersionUnavailable`."""
-    whole = sorted(g.replica for g, _ in offered_groups(s, model, key, promised=True))
-    if whole:
-        return f"held by {', '.join(whole[:8])}"
+    whole = sorted(g.replica for g, _ in offered_groups(s, model, key, promised=False))
+    leaving = sorted({g.replica for g, _ in offered_groups(s, model, key, promised=True)}.difference(whole))
+    parts = (("held by", whole), ("being withdrawn by", leaving))
+    if whole or leaving:
+        return "; ".join(f"{how} {', '.join(names[:8])}" for how, names in parts if names)
     held: dict[str, list[str]] = {}
     for group in model.groups.values():
         for worker in s.members(group):

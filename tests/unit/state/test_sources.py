@@ -190,3 +190,16 @@ def test_a_slow_source_is_better_than_none() -> None:
     assert replicas(back) == {slow.replica}
     failed = peer.call(Relocate(0, (LeaseFailure(back.sources[0].lease, "lost"),)), Failure)
     assert failed.code == "version_unavailable"
+
+
+def test_who_finds_no_source_is_told_who_is_just_withdrawing_the_version() -> None:
+    hub = Hub()
+    trainer = holder(hub, "trainer")
+    reader(hub, "early")
+    unpublished = trainer.unpublish()
+    late = hub.hello("late")
+    late.register(A)
+    failure = late.answer(late.join(0), Failure)
+    assert unpublished not in trainer.answers
+    assert failure.code == "version_unavailable"
+    assert failure.message.endswith("being withdrawn by trainer")
