@@ -384,3 +384,15 @@ def test_the_end_reaches_every_member(network: MemoryNetwork) -> None:
     for member in here.members.values():
         with pytest.raises(TransportError, match="shut down"):
             member.describe()
+
+
+def test_a_peer_is_detached_from_its_members_whatever_failed_since(network: MemoryNetwork) -> None:
+    there, here = pair(network, {}, {})
+    peer = here.auto.attach(there.serve())
+    assert here.read(peer, there) == "cma"
+    here.members["cma"].refuse.add("attach")
+    other = Side(network, fill=noise)
+    assert here.read(here.auto.attach(other.serve()), other) == "tcp"
+    here.auto.detach(peer)
+    assert not here.members["cma"]._peers
+    assert len(here.members["tcp"]._peers) == 1

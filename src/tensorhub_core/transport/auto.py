@@ -157,9 +157,7 @@ class AutoTransport:
         self._check_usable()
         found = self._peers.pop(peer, None)
         for route in () if found is None else found.routes.values():
-            member = self._members[route.way]
-            if route.epoch == member.epoch:
-                member.transport.detach(route.peer)
+            self._members[route.way].transport.detach(route.peer)  # also if it may have been lost: or it stays for good
 
     def post(self, peer: PeerId, batch: Batch) -> ReadId:
         """Post a read with the member that reads memory of this kind from this peer."""
