@@ -35,6 +35,7 @@ from tensorhub_core.client.rounds import (
     Effect,
     End,
     Event,
+    Phase,
     Plan,
     PlanFailed,
     Planned,
@@ -136,7 +137,7 @@ class RoundDriver:
     ) -> None:
         self._state, self._parts, self._deadline = state, parts, deadline
         self.life = life
-        """The life of the session that the round's requests belong to."""
+        """The life of the session that the round's requests and its number belong to; one that ends keeps its own."""
         self._inbox: queue.SimpleQueue[tuple[Event, int]] = queue.SimpleQueue()
         self._effects: deque[Effect] = deque()
         self._progress = ReadProgress(progress, lambda error: self.post(Broken(error)))
@@ -179,7 +180,8 @@ class RoundDriver:
                     self._carry_out(self._effects.popleft())
                 if self._end is None:
                     event, life = self._next()
-                    self.life = life or self.life
+                    if life and self._state.phase not in (Phase.STOPPING, Phase.LEAVING):
+                        self.life = life
                     _, effects = step(self._state, event, time.monotonic())
                     self._effects.extend(effects)
             except BaseException as error:

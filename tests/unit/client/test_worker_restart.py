@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -169,4 +170,28 @@ def test_the_server_may_go_twice_during_one_call(here: Hub) -> None:
     time.sleep(0.3)
     ready[0] = 0.0
     assert reading.result(40) == 4
+    assert equal(tensors, weights())
+
+
+def test_a_call_after_one_that_was_ending_when_the_server_went_joins_the_new_servers_rounds(here: Hub) -> None:
+    publisher(here, 4)
+    reached, stuck = threading.Event(), threading.Event()
+
+    def hold(job: Job, read: int) -> None:
+        reached.set()
+        assert stuck.wait(30)
+
+    rollout, tensors = reader(here, executor=FakeExecutor(hold))
+    reading = in_background(lambda: rollout.replicate(timeout_s=0.5))
+    assert reached.wait(10)
+    time.sleep(0.7)  # the deadline has passed: the read is being stopped
+    restart(here)
+    end = time.monotonic() + 10
+    while not rollout.counters.reconnects and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.3)  # the round has heard of it
+    stuck.set()
+    with pytest.raises(DeadlineExceeded):
+        reading.result(25)
+    assert rollout.replicate(timeout_s=15) == 4
     assert equal(tensors, weights())
