@@ -33,7 +33,9 @@ ONE_BY_ONE = {**SMALL, "window": 1, "stall_s": 3.0}
 """For memory of this machine, which is there at once: little is read ahead of verification, so that much is missing
 when half is verified; and a brake is not taken for a slow source, to which ever less would be posted."""
 BY: dict[str, dict[str, Any]] = {
-    way: {**(ONE_BY_ONE if way == "auto" else SMALL), "transport": way} for way in ("auto", "tcp", "nixl")
+    "auto": {**ONE_BY_ONE, "transport": "auto"},
+    "tcp": {**SMALL, "transport": "tcp"},
+    "nixl": {**SMALL, "window": 1, "transport": "nixl"},
 }
 KILLED, STOPPED = signal.SIGKILL, signal.SIGSTOP
 NIXL = pytest.param("nixl", marks=needs_nixl)
