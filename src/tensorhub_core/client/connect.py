@@ -52,7 +52,7 @@ def connect(
     by default. `stream` names the life of the version numbers, such as a training run's id. `spot`: this worker may
     vanish at any time. `transport` names the data plane: `auto` takes the best for each peer, `nixl`, `tcp` and `cma`
     (memory of processes on this machine) only what they say; or it is one. Raises ServerUnreachable naming the address
-    after `connect_timeout_s`, ProtocolMismatch, ConfigError. Any thread.
+    after `connect_timeout_s`, ProtocolMismatch, ConfigError, TransportError if threads or files run out. Any thread.
     """
     filled = load_settings(settings)
     config = filled.client
