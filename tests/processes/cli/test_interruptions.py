@@ -17,8 +17,8 @@ from tensorhub_core.state.messages import GetStatus, StatusReply
 from tests.processes.cli.commands import COMMAND, TIMEOUT_S, environment, running, tensorhub
 from tests.unit.checkpoint.samples import save
 
-BY_TCP = {"UCX_TLS": "tcp"}
-"""Over TCP a stopped process no longer answers; through shared memory its bytes could still be read."""
+BY_TCP = {"TENSORHUB_TRANSPORT": "tcp"}
+"""Over TCP a stopped process no longer answers; within one machine its memory could still be read."""
 
 
 @pytest.fixture(scope="module")
