@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -32,3 +34,31 @@ def test_large_batches_are_copied_by_several_threads(threads: int) -> None:
     assert reader.poll(read).state is ReadState.FAILED
     for transport in (source, reader):
         transport.shutdown()
+
+
+def test_without_threads_a_large_batch_is_copied_by_those_there_are_and_nothing_lands_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there, here = np.ones(64 << 20, np.uint8), np.zeros(64 << 20, np.uint8)
+    source, reader = CmaTransport("source"), CmaTransport("reader", threads=4)
+    source.register([Region(there.ctypes.data, there.nbytes)])
+    reader.register_local([Region(here.ctypes.data, here.nbytes)])
+    peer, start, begun = reader.attach(source.describe()), threading.Thread.start, []
+
+    def refuse(thread: threading.Thread) -> None:
+        begun.append(thread)
+        if len(begun) > 1:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    runs = [np.array([number], np.uint64) for number in (here.ctypes.data, there.ctypes.data, here.nbytes)]
+    read = reader.post(peer, Batch(*runs))
+    assert len(begun) > 1
+    assert reader.poll(read).state is ReadState.DONE
+    assert here.all()
+    here[:] = 0
+    assert not any(thread.is_alive() for thread in begun)
+    again = reader.post(peer, Batch(*runs))
+    assert reader.poll(again).state is ReadState.DONE
+    assert here.all()

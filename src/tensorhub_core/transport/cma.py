@@ -187,12 +187,7 @@ class CmaTransport:
         if not found.extents.cover(batch.remote, batch.length_bytes, batch.remote_device):
             raise TransportError("a run lies outside the memory that the peer registered")
         parts = split(batch, self._threads, _LEAST_PART_BYTES) if self._threads > 1 else [batch]
-        if len(parts) == 1:
-            error = self._copy_all(found, batch)
-        else:
-            others = [self._copiers.submit(self._copy_all, found, part) for part in parts[1:]]
-            errors = [self._copy_all(found, parts[0]), *(other.result() for other in others)]
-            error = next(filter(None, errors), "")
+        error = self._copy_all(found, batch) if len(parts) == 1 else self._copy_parts(found, batch, parts)
         self._posted += 1
         self._reads[ReadId(self._posted)] = Progress(ReadState.FAILED if error else ReadState.DONE, error)
         return ReadId(self._posted)
@@ -254,6 +249,20 @@ class CmaTransport:
                 "the peer is in another container: its process cannot be named from here; let both share a PID "
                 "namespace, or use transport='tcp' or 'auto'"
             )
+
+    def _copy_parts(self, peer: _Peer, batch: Batch, parts: Sequence[Batch]) -> str:
+        """Read the parts of a batch by several threads; whatever happens, none of them writes any more afterwards."""
+        try:
+            others = [self._copiers.submit(self._copy_all, peer, part) for part in parts[1:]]
+            errors = [self._copy_all(peer, parts[0]), *(other.result() for other in others)]
+        except BaseException as error:
+            # A part that could not be given to a thread is queued nevertheless.
+            self._copiers.shutdown(cancel_futures=True)
+            self._threads = 1
+            if not isinstance(error, RuntimeError):
+                raise
+            return self._copy_all(peer, batch)  # the system allows no more threads
+        return next(filter(None, errors), "")
 
     def _copy_all(self, peer: _Peer, batch: Batch) -> str:
         """Read the runs, as many system calls as they need; return what went wrong first, or an empty text."""
