@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 START_S = 280.0
 
@@ -147,6 +148,17 @@ def wait_ready(server: Served) -> None:
                 return
         time.sleep(0.25)
     raise AssertionError(f"not ready after {START_S} s:\n{server.text()[-6000:]}")
+
+
+def leave_room(server: Served, core: int) -> None:
+    """Keep a running engine's processes on one core: they spin, and with one on each the API server answers to nobody.
+
+    On two cores a stream then comes only when its request has ended, and a swap that is asked for meanwhile is too late.
+    """
+    for process in psutil.Process(server.process.pid).children(recursive=True):
+        for task in process.threads():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(task.id, {core})
 
 
 @contextlib.contextmanager

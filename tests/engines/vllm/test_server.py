@@ -13,7 +13,7 @@ from tensorhub_core import Server, connect, serve
 
 from .mirror import mirroring
 from .models import Checkpoints, Trainer, training
-from .server import Served, Stream, ending, launch, stream, wait_ready
+from .server import Served, Stream, ending, launch, leave_room, stream, wait_ready
 
 pytestmark = pytest.mark.timeout(400)
 KIND = "dense-tied"
@@ -64,6 +64,7 @@ def world(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) ->
         with ending(told, follower):
             wait_ready(told)
             wait_ready(follower)
+            leave_room(told, 0)
             yield World(hub, trainer, told, follower, checkpoints)
 
 
