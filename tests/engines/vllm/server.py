@@ -153,7 +153,7 @@ def wait_ready(server: Served) -> None:
 def leave_room(server: Served, core: int) -> None:
     """Keep a running engine's processes on one core: they spin, and with one on each the API server answers to nobody.
 
-    On two cores a stream then comes only when its request has ended, and a swap that is asked for meanwhile is too late.
+    On two cores a stream then comes only when its request has ended, and a swap asked for meanwhile is too late.
     """
     for process in psutil.Process(server.process.pid).children(recursive=True):
         for task in process.threads():
