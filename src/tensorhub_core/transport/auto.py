@@ -17,6 +17,7 @@ from tensorhub_core.observe.log import get_logger
 from tensorhub_core.transport.auto_members import Members, Surroundings, surroundings
 from tensorhub_core.transport.base import Batch, PeerId, Progress, ReadId, ReadState, Region, Transport
 from tensorhub_core.transport.description import AUTO, WAYS, Offer, decode_offer, encode_offer
+from tensorhub_core.transport.extents import sound_regions
 from tensorhub_core.transport.paths import Side, Way, forecast, line, rank, why_none
 
 _MOST_REMEMBERED = 256
@@ -103,7 +104,7 @@ class AutoTransport:
         """
         self._check_usable()
         self._check_no_reads("memory cannot be registered")
-        added = _sound(regions)
+        added = sound_regions(regions)
         if not added:
             return
         first = not self._members.regions
@@ -116,7 +117,7 @@ class AutoTransport:
         """Let reads of every member write to staging memory."""
         self._check_usable()
         self._check_no_reads("staging memory cannot be replaced")
-        self._members.set_local(_sound(regions))
+        self._members.set_local(sound_regions(regions))
 
     def deregister(self) -> None:
         """Forget all regions in every member."""
@@ -322,11 +323,3 @@ def _remember(memory: OrderedDict[str, _T], key: str, value: _T) -> None:
 
 def _of_cpus(batch: Batch) -> bool:
     return batch.local_device == "cpu" == batch.remote_device
-
-
-def _sound(regions: Sequence[Region]) -> list[Region]:
-    """Return the regions that have bytes; raises TransportError for one that lies nowhere."""
-    for region in regions:
-        if region.length_bytes < 0 or (region.length_bytes and region.address <= 0):
-            raise TransportError(f"{region} is not memory")
-    return [region for region in regions if region.length_bytes]

@@ -24,7 +24,7 @@ import numpy as np
 from tensorhub_core.errors import TransportError
 from tensorhub_core.transport.base import Batch, PeerId, Progress, ReadId, ReadState, Region
 from tensorhub_core.transport.description import decode_description, encode_description
-from tensorhub_core.transport.extents import Extents, pack_regions
+from tensorhub_core.transport.extents import Extents, pack_regions, sound_regions
 from tensorhub_core.transport.host import Host, start_ticks, this_host
 from tensorhub_core.transport.parts import split
 from tensorhub_core.transport.process_memory import MOST_RUNS, ProcessMemory, iovecs
@@ -120,7 +120,7 @@ class CmaTransport:
     def register(self, regions: Sequence[Region]) -> None:
         """Serve more regions; what was described before can be read as before."""
         self._check_usable()
-        added = _sound(regions)
+        added = sound_regions(regions, "the cma transport moves only CPU memory")
         if not added:
             return
         if not self._regions:
@@ -133,7 +133,7 @@ class CmaTransport:
     def register_local(self, regions: Sequence[Region]) -> None:
         """Let reads write to staging memory."""
         self._check_usable()
-        self._local = _sound(regions)
+        self._local = sound_regions(regions, "the cma transport moves only CPU memory")
         self._writable = Extents(self._regions + self._local)
 
     def deregister(self) -> None:
@@ -301,15 +301,3 @@ def _decode(metadata: bytes) -> tuple[Serving, Extents]:
     if not 0 < serving.pid < 1 << 31:
         raise TransportError(f"a peer's description names process {serving.pid}, which cannot exist")
     return serving, Extents.unpack(serving.regions)
-
-
-def _sound(regions: Sequence[Region]) -> list[Region]:
-    """Return the regions that have bytes; raises TransportError for one that cannot be served."""
-    for region in regions:
-        if region.device != "cpu":
-            raise TransportError(
-                f"the cma transport moves only CPU memory, not {region.device!r}: use transport='nixl' or 'auto'"
-            )
-        if region.length_bytes < 0 or (region.length_bytes and region.address <= 0):
-            raise TransportError(f"{region} is not memory")
-    return [region for region in regions if region.length_bytes]

@@ -71,6 +71,19 @@ class Extents:
         self._lists[device] = low.tolist(), high.tolist()
 
 
+def sound_regions(regions: Sequence[Region], only_cpu: str = "") -> list[Region]:
+    """Return the regions that have bytes; raises TransportError for one that lies nowhere.
+
+    `only_cpu` says why memory of a device is refused; empty = it is not.
+    """
+    for region in regions:
+        if only_cpu and region.device != "cpu":
+            raise TransportError(f"{only_cpu}, not {region.device!r}: use transport='nixl' or 'auto'")
+        if region.length_bytes < 0 or (region.length_bytes and region.address <= 0):
+            raise TransportError(f"{region} is not memory")
+    return [region for region in regions if region.length_bytes]
+
+
 def pack_regions(regions: Sequence[Region]) -> bytes:
     """Return regions as pairs of little-endian u64: address, length in bytes."""
     return np.array([(region.address, region.length_bytes) for region in regions], "<u8").tobytes()

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tensorhub_core.errors import TransportError
 from tensorhub_core.transport.base import Batch, PeerId, Progress, ReadId, ReadState, Region
 from tensorhub_core.transport.description import decode_description, encode_description
-from tensorhub_core.transport.extents import Extents
+from tensorhub_core.transport.extents import Extents, sound_regions
 
 _UNBOUNDED = 1 << 62
 
@@ -144,7 +144,7 @@ class MemoryTransport:
     def register(self, regions: Sequence[Region]) -> None:
         """Serve more regions."""
         self._check_open()
-        added = _sound(regions)
+        added = sound_regions(regions, "the memory transport moves only CPU memory")
         if added:
             self._regions += added
             self._serving = self._serving or self._network.new_name()
@@ -154,7 +154,7 @@ class MemoryTransport:
         """Let reads write to staging memory."""
         self._check_open()
         self._check_no_reads()
-        self._local = _sound(regions)
+        self._local = sound_regions(regions, "the memory transport moves only CPU memory")
 
     def deregister(self) -> None:
         """Serve nothing more; reads of peers fail."""
@@ -264,15 +264,6 @@ def covered(
 ) -> bool:
     """Tell whether every run [runs] lies inside one of the regions."""
     return Extents(regions).cover(addresses, length_bytes, device)
-
-
-def _sound(regions: Sequence[Region]) -> list[Region]:
-    for region in regions:
-        if region.device != "cpu":
-            raise TransportError(f"the memory transport moves only CPU memory, not {region.device!r}")
-        if region.length_bytes < 0 or (region.length_bytes and region.address <= 0):
-            raise TransportError(f"{region} is not memory")
-    return [region for region in regions if region.length_bytes]
 
 
 def _copy(batch: Batch, moved: int, budget: int) -> int:

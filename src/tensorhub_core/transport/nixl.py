@@ -17,6 +17,7 @@ from tensorhub_core.clock import Clock, SystemClock
 from tensorhub_core.errors import TransportError
 from tensorhub_core.transport.base import Batch, PeerId, Progress, ReadId, ReadState, Region
 from tensorhub_core.transport.description import decode_description, encode_description
+from tensorhub_core.transport.extents import sound_regions
 from tensorhub_core.transport.nixl_agent import NixlAgent, describe, load_bindings
 
 _DRAIN_PAUSE_S = 0.0005
@@ -71,7 +72,7 @@ class NixlTransport:
         """Register regions with the serving agent and, if there is one, the reader."""
         self._check_usable()
         self._check_no_reads("memory cannot be registered")
-        added = _sound(regions)
+        added = sound_regions(regions)
         if not added:
             return
         try:
@@ -89,7 +90,7 @@ class NixlTransport:
         """Register staging memory with the reader only."""
         self._check_usable()
         self._check_no_reads("staging memory cannot be replaced")
-        local = _sound(regions)
+        local = sound_regions(regions)
         if self._reader is not None:
             try:
                 handles = self._reader.register(local)
@@ -292,11 +293,3 @@ class NixlTransport:
         except TransportError as error:
             self._unusable = str(error)
             raise
-
-
-def _sound(regions: Sequence[Region]) -> list[Region]:
-    """Return the regions that have bytes; raises TransportError for one that lies nowhere."""
-    for region in regions:
-        if region.length_bytes < 0 or (region.length_bytes and region.address <= 0):
-            raise TransportError(f"{region} is not memory")
-    return [region for region in regions if region.length_bytes]

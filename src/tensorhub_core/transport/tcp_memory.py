@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from tensorhub_core.errors import TransportError
 from tensorhub_core.transport.base import Region
+from tensorhub_core.transport.extents import sound_regions
 
 MOST_VIEWS = 1024
 """What one system call takes (UIO_MAXIOV)."""
@@ -19,14 +20,11 @@ _MOST_ADDRESS = 1 << 62
 
 def sound(regions: Sequence[Region]) -> list[Region]:
     """Return the regions that have bytes; raises TransportError for one that sockets cannot reach."""
-    for region in regions:
-        if region.device != "cpu":
-            raise TransportError(f"the tcp transport moves only CPU memory, not {region.device!r}: use nixl for that")
-        if region.length_bytes < 0 or (region.length_bytes and region.address <= 0):
-            raise TransportError(f"{region} is not memory")
+    found = sound_regions(regions, "the tcp transport moves only CPU memory")
+    for region in found:
         if region.address + region.length_bytes > _MOST_ADDRESS:
             raise TransportError(f"{region} lies where no process has memory")
-    return [region for region in regions if region.length_bytes]
+    return found
 
 
 def merge(
