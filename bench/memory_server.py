@@ -49,18 +49,31 @@ class Connection:
         self._socket.connect(address)
         self._number = 0
 
-    def ask(self, message: Request) -> Reply:
-        """Send a request and return its reply."""
+    def send(self, message: Request) -> None:
+        """Send a request and do not wait for its reply."""
         self._number += 1
         self._socket.send_multipart(encode(self._number, message))
-        while self._socket.poll(ANSWER_TIMEOUT_MS):
-            frames = split(self._socket.recv_multipart())
-            if frames.request == self._number:
-                reply = decode_reply(frames)
-                if isinstance(reply, Failure):
-                    raise RuntimeError(f"{type(message).__name__}: {reply.message}")
+
+    def receive_raw(self) -> list[bytes]:
+        """Return the frames of the next message."""
+        if not self._socket.poll(0) and not self._socket.poll(ANSWER_TIMEOUT_MS):
+            raise RuntimeError("no answer")
+        return self._socket.recv_multipart()
+
+    def receive(self, kind: type[Reply] | None = None) -> Reply:
+        """Return the reply to the last request, or the next message of a kind, whatever it belongs to."""
+        while True:
+            frames = split(self.receive_raw())
+            reply = decode_reply(frames)
+            if isinstance(reply, Failure):
+                raise RuntimeError(reply.message)
+            if frames.request == self._number if kind is None else isinstance(reply, kind):
                 return reply
-        raise RuntimeError(f"no answer to {type(message).__name__}")
+
+    def ask(self, message: Request) -> Reply:
+        """Send a request and return its reply."""
+        self.send(message)
+        return self.receive()
 
 
 def model_specs() -> Iterator[TensorSpec]:

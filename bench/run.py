@@ -28,6 +28,7 @@ BENCHES = (
     "unpublish_latency",
     "planning",
     "memory_server",
+    "control_plane",
     "install",
     "stall",
 )
