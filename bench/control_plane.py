@@ -2,8 +2,8 @@
 
     python bench/control_plane.py [--workers 10,100,1000] [--rounds N] [--json FILE]
 
-Workers are connections that speak the protocol, so that a thousand of them fit into one process beside the hub's. The echo
-is the limit of the same sockets with the same frames: a process that sends back what it receives and decides nothing.
+Workers are connections that speak the protocol, so that a thousand of them fit into one process beside the hub's. The
+echo is the limit of the same sockets with the same frames: a process that sends back what it receives, no more.
 Echo and hub answer in turn, round after round, each while the other one has nothing to do; a ratio is the median of the
 ratios of the rounds. Versions are published while every worker waits for one; then all of them join a round at once, as
 engines do that follow a trainer.
