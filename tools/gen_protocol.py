@@ -7,6 +7,7 @@ python -m tools.gen_protocol --check    exit with 1 if the page is not up to dat
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from tensorhub_core.wire import codec
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "protocol.md"
 Struct = type[msgspec.Struct]
+_BOUNDED = re.compile(r"Annotated\[((?:(?!Annotated).)*?), msgspec\.Meta\(max_length=(\d+)\)\]")
 
 
 def render() -> str:
@@ -83,7 +85,10 @@ def _type(kind: Any) -> str:
     text = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
     for module in {member.__module__ for member in (*get_args(messages.Request), *get_args(messages.Reply))}:
         text = text.replace(f"{module}.", "")
-    return text.replace("typing.", "").replace("|", "\\|")
+    text = text.replace("typing.", "")
+    while (shorter := _BOUNDED.sub(r"\1 (at most \2)", text)) != text:
+        text = shorter
+    return text.replace("|", "\\|")
 
 
 def error_table() -> str:

@@ -19,6 +19,7 @@ from tensorhub_core.client.rounds import (
     Withdraw,
 )
 from tensorhub_core.errors import CorruptTransfer, StateError, TensorHubError, VersionUnavailable
+from tensorhub_core.state.bounds import MOST_TEXT
 from tensorhub_core.state.messages import (
     Done,
     Filling,
@@ -72,7 +73,8 @@ def join(s: Step) -> None:
     mode, have = state.mode, state.have
     if state.touched and mode not in ("stage", "install"):
         mode, have = "update" if state.done_asked else "replicate", None
-    s.ask(JoinRound(state.number, state.want, mode, have, state.offer, state.prefix, state.key), Phase.JOINING)
+    how = (state.offer, state.prefix, state.key, state.room_bytes)
+    s.ask(JoinRound(state.number, state.want, mode, have, *how), Phase.JOINING)
 
 
 def promised(s: Step, promise: Promise) -> None:
@@ -196,7 +198,7 @@ def leave(s: Step, error: BaseException) -> None:
     """Break the round for all shards because this one cannot finish it."""
     state = s.state
     code = error.code if isinstance(error, TensorHubError) else TensorHubError.code
-    s.effects.append(Tell(LeaveRound(state.number, code, str(error) or type(error).__name__)))
+    s.effects.append(Tell(LeaveRound(state.number, code, str(error)[:MOST_TEXT] or type(error).__name__)))
     if not state.running and state.phase in _WAITS_FOR_SERVER:
         state.phase, state.ending, state.give_up_s = Phase.LEAVING, error, s.now + LEAVE_GRACE_S
         return

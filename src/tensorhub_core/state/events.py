@@ -56,4 +56,11 @@ class Drop:
     session: SessionId
 
 
-Effect = Send | Log | Drop
+@dataclass(frozen=True, slots=True)
+class Outdated:
+    """Stop: a client has heard of a later life of the server, with this epoch; this one must not decide any more."""
+
+    epoch: int
+
+
+Effect = Send | Log | Drop | Outdated

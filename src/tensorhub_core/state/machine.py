@@ -10,7 +10,7 @@ from tensorhub_core.errors import DeadlineExceeded, StateError
 from tensorhub_core.ids import SessionId
 from tensorhub_core.state import blobs, membership, reads, rounds, staging, status, stragglers, versions
 from tensorhub_core.state.context import Step, failure
-from tensorhub_core.state.events import Disconnected, Effect, Event, Received, Send, Tick
+from tensorhub_core.state.events import Disconnected, Effect, Event, Outdated, Received, Send, Tick
 from tensorhub_core.state.leases import settle_drains
 from tensorhub_core.state.messages import (
     Announce,
@@ -38,7 +38,7 @@ from tensorhub_core.state.messages import (
     Unstage,
     Wait,
 )
-from tensorhub_core.state.records import MachineConfig, ServerState, Worker
+from tensorhub_core.state.records import MOST_SERVER_EPOCH, MachineConfig, ServerState, Worker
 
 __all__ = ["MachineConfig", "ServerState", "step"]
 
@@ -78,6 +78,9 @@ def forgive_own_silence(s: Step) -> None:
 def receive(s: Step, session: SessionId, request: int, message: Request) -> None:
     """Carry out a request."""
     if isinstance(message, Hello):
+        if s.state.config.server_epoch < message.server_epoch <= MOST_SERVER_EPOCH:
+            s.effects.append(Outdated(message.server_epoch))
+            return
         return membership.hello(s, session, request, message)
     known = s.state.sessions.get(session)
     if known is None:

@@ -1,7 +1,7 @@
 """The protocol between workers and the reference server: requests are the machine's events, replies its effects.
 
 Every request gets exactly one reply with its request number; some replies are deferred until the answer is known
-(`Unpublish`, `Unstage`, `JoinRound`, `Done`, `Wait`). Pushes carry request number 0. `docs/protocol.md` is generated
+(`Unpublish`, `Unstage`, `HandOver`, `JoinRound`, `Done`, `Wait`). Pushes carry request number 0. `docs/protocol.md` is generated
 from here.
 """
 
@@ -13,11 +13,16 @@ from tensorhub_core.state.replies import (
     Blob,
     Committed,
     Discard,
+    DrainStatus,
+    DropOffload,
     Failure,
     HeldLayout,
     LeaseLost,
     ModelStatus,
     NothingNewer,
+    Offload,
+    OffloadKept,
+    OffloadStatus,
     Ok,
     Promise,
     Published,
@@ -46,6 +51,7 @@ from tensorhub_core.state.requests import (
     Filling,
     GetBlob,
     GetStatus,
+    HandOver,
     Heartbeat,
     Held,
     Hello,
@@ -55,6 +61,8 @@ from tensorhub_core.state.requests import (
     LeaveRound,
     ListVersions,
     Message,
+    Offloaded,
+    OffloadFailed,
     Publish,
     PutBlob,
     Register,
@@ -77,10 +85,13 @@ __all__ = [
     "DescribeVersion",
     "Discard",
     "Done",
+    "DrainStatus",
+    "DropOffload",
     "Failure",
     "Filling",
     "GetBlob",
     "GetStatus",
+    "HandOver",
     "Heartbeat",
     "Held",
     "HeldLayout",
@@ -94,6 +105,11 @@ __all__ = [
     "Message",
     "ModelStatus",
     "NothingNewer",
+    "Offload",
+    "OffloadFailed",
+    "OffloadKept",
+    "OffloadStatus",
+    "Offloaded",
     "Ok",
     "Promise",
     "Publish",

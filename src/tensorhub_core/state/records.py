@@ -19,6 +19,9 @@ from tensorhub_core.ids import (
 from tensorhub_core.schedule.speed import Speed
 from tensorhub_core.state.messages import Message
 
+MOST_SERVER_EPOCH = 1 << 62
+"""Epochs are milliseconds of a wall clock, or a little above: no server has a higher one than this."""
+
 
 @dataclass(frozen=True, slots=True)
 class MachineConfig:
@@ -147,7 +150,7 @@ class Worker:
 
 @dataclass(slots=True)
 class Joined:
-    """A shard's part in a round. `join_request` / `done_request` are the deferred replies still owed."""
+    """A shard's part in a round. `join_request`, `source_request`, `done_request`: the deferred replies still owed."""
 
     join_request: int | None
     offer: bool
@@ -158,6 +161,9 @@ class Joined:
     """What the server promised it before it restarted."""
     heard: bool = False
     orphaned_since_s: float | None = None
+    source_request: int | None = None
+    """The `Relocate`, or the `Done` that is to be read again (`rereads`), which waits for other sources."""
+    rereads: bool = False
     done_request: int | None = None
     done_sums: Digest | None = None
 
@@ -181,6 +187,8 @@ class Round:
     verdict: Message | None = None
     unheard: set[int] = field(default_factory=set)
     join_by_s: float | None = None
+    awaits_silent: bool = False
+    """Some shard has no source but the copies of workers that are silent at the moment (law L4)."""
 
     @property
     def kind(self) -> str:

@@ -45,6 +45,12 @@ class Published(Message, frozen=True):
     number: int
 
 
+class OffloadKept(Message, frozen=True):
+    """Answer `Offloaded` with the id of the new copy, which may be read now."""
+
+    copy: str
+
+
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A leased copy to read from. `prefix` counts the segments that may be read now when it is not `whole` yet."""
 
@@ -169,6 +175,22 @@ class VersionStatus(msgspec.Struct, frozen=True):
     replicas: tuple[str, ...]
 
 
+class DrainStatus(msgspec.Struct, frozen=True):
+    """How often copies of a model were withdrawn since the server's start, and how long that took."""
+
+    count: int = 0
+    total_s: float = 0.0
+    max_s: float = 0.0
+
+
+class OffloadStatus(msgspec.Struct, frozen=True):
+    """How many offload copies a model's workers made and dropped since the server's start, and their bytes now."""
+
+    made: int = 0
+    dropped: int = 0
+    bytes: int = 0
+
+
 class ModelStatus(msgspec.Struct, frozen=True):
     """One model as `tensorhub status` shows it."""
 
@@ -178,6 +200,8 @@ class ModelStatus(msgspec.Struct, frozen=True):
     latest: int | None
     versions: tuple[VersionStatus, ...]
     replicas: tuple[ReplicaStatus, ...]
+    drain: DrainStatus = DrainStatus()
+    offload: OffloadStatus = OffloadStatus()
 
 
 class StatusReply(Message, frozen=True):
@@ -223,6 +247,28 @@ class SourceProgress(Message, frozen=True):
     whole: bool
 
 
+class Offload(Message, frozen=True):
+    """Copy what this copy of yours holds into host memory, and say `Offloaded`: it is the last of a retained version.
+
+    The copy is draining; its readers go on. Answer `OffloadFailed` if there is no memory for it.
+    """
+
+    copy: str
+    epoch: int
+    number: int
+
+
+class DropOffload(Message, frozen=True):
+    """Free an offload copy: the server has withdrawn it, and nobody reads it any more.
+
+    With the id of an original that is still being copied: give it up, the copy is not needed any more. `placement` is
+    the digest of a finished one's, by which its holder knows it also after a restart of the server, when ids are new.
+    """
+
+    copy: str
+    placement: bytes = b""
+
+
 class Superseded(Message, frozen=True):
     """Another process took this worker's place: this session is over."""
 
@@ -241,6 +287,7 @@ Reply = (
     | Welcome
     | Blob
     | Published
+    | OffloadKept
     | Promise
     | NothingNewer
     | Committed
@@ -253,8 +300,13 @@ Reply = (
     | LeaseLost
     | SourceProgress
     | SourceSlow
+    | Offload
+    | DropOffload
     | Superseded
     | UnknownSession
 )
 
-PUSHES: tuple[type[Message], ...] = (RoundAborted, LeaseLost, SourceProgress, SourceSlow, Superseded, UnknownSession)
+PUSHES: tuple[type[Message], ...] = (
+    *(RoundAborted, LeaseLost, SourceProgress, SourceSlow, Offload, DropOffload),
+    *(Superseded, UnknownSession),
+)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+from tensorhub_core.state.bounds import BlobDigest, Id, Ids, Text
 
 PROTOCOL = 1
 
@@ -18,9 +20,9 @@ class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
     epoch: int
     number: int
-    layout: bytes
-    placement: bytes
-    sums: bytes
+    layout: BlobDigest
+    placement: BlobDigest
+    sums: BlobDigest
     total_bytes: int
     num_segments: int
     portable: bool = True
@@ -31,6 +33,9 @@ class Hello(Message, frozen=True):
 
     `token` is drawn once per worker life: a hello with the same token is the same worker saying hello again, another
     token under an occupied slot supersedes it (law L8). `high` is the highest version the worker ever heard of.
+    `server_epoch` is the highest epoch of a server it ever heard of: a server of a lower one stops without an answer.
+    `offloads` are the offload copies it holds in host memory; `keeper` says that its replica exists to keep versions
+    (law L11).
     """
 
     protocol: int
@@ -46,6 +51,9 @@ class Hello(Message, frozen=True):
     observer: bool = False
     high: tuple[int, int] | None = None
     held: Held | None = None
+    offloads: Annotated[tuple[Held, ...], msgspec.Meta(max_length=1024)] = ()
+    keeper: bool = False
+    server_epoch: int = 0
 
 
 class Heartbeat(Message, frozen=True):
@@ -59,14 +67,14 @@ class Leave(Message, frozen=True):
 class PutBlob(Message, frozen=True):
     """Store a content-addressed blob (layout, placement or sums) for as long as something refers to it."""
 
-    digest: bytes
+    digest: BlobDigest
     data: bytes
 
 
 class GetBlob(Message, frozen=True):
     """Fetch a blob by digest."""
 
-    digest: bytes
+    digest: BlobDigest
 
 
 class Register(Message, frozen=True):
@@ -75,8 +83,8 @@ class Register(Message, frozen=True):
     `portable`: readers of another layout may read it through boxes (a tagged layout is not portable).
     """
 
-    layout: bytes
-    placement: bytes
+    layout: BlobDigest
+    placement: BlobDigest
     total_bytes: int
     num_segments: int
     portable: bool = True
@@ -85,23 +93,54 @@ class Register(Message, frozen=True):
 class RegisterStaging(Message, frozen=True):
     """Name the host memory in which the worker stages versions; its layout is that of the registered memory."""
 
-    placement: bytes
+    placement: BlobDigest
 
 
 class Publish(Message, frozen=True):
     """Commit not to change the registered memory, which holds `number`; `sums` digests its segment checksums.
 
     `held_epoch` names the stream epoch when the worker publishes a copy it got from a committed round; None creates
-    the version in the worker's stream.
+    the version in the worker's stream. `room_bytes` is the host memory that the worker may still fill with offload
+    copies, None if it is not told; a publish that could not be offloaded later is refused (law L11).
     """
 
     number: int
-    sums: bytes
+    sums: BlobDigest
     held_epoch: int | None = None
+    room_bytes: int | None = None
 
 
 class Unpublish(Message, frozen=True):
     """Take the copy back. Answered when no reader can see the memory any more; no new reader is sent to it."""
+
+
+class Offloaded(Message, frozen=True):
+    """Say that the offload copy is made that `Offload` asked for; answered by `OffloadKept`, which it serves from then on.
+
+    `copy` names the original, of which layout, checksums and segments are the same. `placement` is a blob put before.
+    `Failure`: it is not needed any more, its memory can be freed.
+    """
+
+    copy: Id
+    placement: BlobDigest
+
+
+class OffloadFailed(Message, frozen=True):
+    """Say that the offload copy could not be made; the `Unpublish` that waits for it is refused with this error.
+
+    Unless another replica is about to hold this version or a newer one: then it goes on waiting.
+    """
+
+    copy: Id
+    code: Id
+    message: Text
+
+
+class HandOver(Message, frozen=True):
+    """Say that the worker is about to leave; answered when no retained version depends on its replica (law L11).
+
+    From now on it counts as no holder that versions can rely on.
+    """
 
 
 class Unstage(Message, frozen=True):
@@ -121,6 +160,7 @@ class JoinRound(Message, frozen=True):
     `offer=False`: neither the copy nor its prefix is offered to anyone (memory that is processed in place).
     `prefix=False`: only the finished copy is offered, because the worker does not verify every segment (law L12).
     `promised` is the version that an earlier life of the server, or of the connection, promised this call.
+    `room_bytes` is the host memory that the worker may still fill with offload copies, None if it is not told.
     """
 
     round: int
@@ -130,6 +170,7 @@ class JoinRound(Message, frozen=True):
     offer: bool = True
     prefix: bool = True
     promised: tuple[int, int] | None = None
+    room_bytes: int | None = None
 
 
 class Filling(Message, frozen=True):
@@ -155,7 +196,7 @@ class Announce(Message, frozen=True):
 class LeaseFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Tell how a leased source failed its reader."""
 
-    lease: str
+    lease: Id
     kind: Literal["lost", "stalled", "corrupt", "slow", "unreachable"]
 
 
@@ -163,7 +204,7 @@ class Relocate(Message, frozen=True):
     """Ask for other sources of the round's version; answered by a `Promise` with the same version, or `Failure`."""
 
     round: int
-    failures: tuple[LeaseFailure, ...]
+    failures: Annotated[tuple[LeaseFailure, ...], msgspec.Meta(max_length=4096)]
 
 
 class Done(Message, frozen=True):
@@ -175,16 +216,16 @@ class Done(Message, frozen=True):
     """
 
     round: int
-    sums: bytes
-    corrupt: tuple[str, ...] = ()
+    sums: BlobDigest
+    corrupt: Ids = ()
 
 
 class LeaveRound(Message, frozen=True):
     """Abort the round for all shards of the group: this shard cannot finish it (`code` is an error's wire code)."""
 
     round: int
-    code: str
-    message: str
+    code: Id
+    message: Text
 
 
 class Wait(Message, frozen=True):
@@ -225,6 +266,9 @@ Request = (
     | RegisterStaging
     | Publish
     | Unpublish
+    | Offloaded
+    | OffloadFailed
+    | HandOver
     | Unstage
     | JoinRound
     | Filling

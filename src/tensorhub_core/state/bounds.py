@@ -1,0 +1,21 @@
+"""How large the parts of a request may be: the decoder refuses larger ones by name, before anything is stored.
+
+Names and the sizes of whole messages and blobs have bounds of their own, in the machine and in the codec.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+MOST_TEXT = 1 << 14
+"""Characters of an error's text."""
+
+BlobDigest = Annotated[bytes, msgspec.Meta(max_length=64)]
+"""The digest of a blob."""
+Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
+"""An error's text."""
+Id = Annotated[str, msgspec.Meta(max_length=256)]
+"""An id of a lease or a copy, or an error's wire code."""
+Ids = Annotated[tuple[Id, ...], msgspec.Meta(max_length=4096)]
