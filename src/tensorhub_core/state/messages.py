@@ -1,8 +1,8 @@
 """The protocol between workers and the reference server: requests are the machine's events, replies its effects.
 
 Every request gets exactly one reply with its request number; some replies are deferred until the answer is known
-(`Unpublish`, `Unstage`, `HandOver`, `JoinRound`, `Done`, `Wait`). Pushes carry request number 0. `docs/protocol.md` is generated
-from here.
+(`Unpublish`, `Unstage`, `HandOver`, `JoinRound`, `Done`, `Wait`). Pushes carry request number 0. `docs/protocol.md` is
+generated from here.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ class SourceProgress(Message, frozen=True):
 class Offload(Message, frozen=True):
     """Copy what this copy of yours holds into host memory, and say `Offloaded`: it is the last of a retained version.
 
-    The copy is draining; its readers go on. Answer `OffloadFailed` if there is no memory for it.
+    Its readers go on. Say `OffloadFailed` if it cannot be made. It may be asked for again while it is being made.
     """
 
     copy: str

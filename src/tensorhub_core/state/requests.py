@@ -115,7 +115,7 @@ class Unpublish(Message, frozen=True):
 
 
 class Offloaded(Message, frozen=True):
-    """Say that the offload copy is made that `Offload` asked for; answered by `OffloadKept`, which it serves from then on.
+    """Say that the offload copy is made that `Offload` asked for; answered by `OffloadKept`, and it serves at once.
 
     `copy` names the original, of which layout, checksums and segments are the same. `placement` is a blob put before.
     `Failure`: it is not needed any more, its memory can be freed.
