@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from tensorhub_core.ids import CopyId, LeaseId, VersionKey
 from tensorhub_core.state.context import Step
-from tensorhub_core.state.messages import LeaseLost, Ok, Source, SourceProgress
-from tensorhub_core.state.records import UNFINISHED, Copy, Group, Lease, ModelState, Worker
+from tensorhub_core.state.keeping import is_kept_back
+from tensorhub_core.state.messages import DropOffload, LeaseLost, Ok, Source, SourceProgress
+from tensorhub_core.state.records import UNFINISHED, Copy, CopyState, Group, Lease, ModelState, Worker
 
 
 def grant(s: Step, group: Group, shard: int, round_number: int, copy: Copy) -> Lease:
@@ -47,6 +48,8 @@ def end_lease(s: Step, lease_id: LeaseId) -> Lease | None:
         reader.leases.discard(lease_id)
     if (copy := s.state.copies.get(lease.copy)) is not None:
         copy.leases.discard(lease_id)
+        if copy.state is CopyState.DRAINING:
+            s.touch(s.holder(copy))
     return lease
 
 
@@ -78,6 +81,10 @@ def drop_copy(s: Step, copy: Copy, reason: str) -> None:
         holder.staged = None
     if holder.awaited is copy:
         holder.awaited = None
+    if copy.id in s.state.offloads:
+        s.state.offloads.discard(copy.id)
+        holder.offloads.remove(copy)
+    s.note(holder, copy.key)
     forget_holder(s, holder, copy.key)
     for lease_id in sorted(copy.leases):
         revoke_lease(s, lease_id, reason)
@@ -124,9 +131,17 @@ def add_awaited(s: Step, worker: Worker, copy: Copy) -> None:
     _hold(s, worker, copy)
 
 
+def add_offload(s: Step, worker: Worker, copy: Copy) -> None:
+    """Add a copy in host memory that keeps a version (law L11)."""
+    worker.offloads.append(copy)
+    s.state.offloads.add(copy.id)
+    _hold(s, worker, copy)
+
+
 def _hold(s: Step, worker: Worker, copy: Copy) -> None:
     s.state.copies[copy.id] = copy
     s.model(worker).holders.setdefault(copy.key, set()).add(worker.replica)
+    s.note(worker, copy.key)
     s.touch(worker)
 
 
@@ -144,14 +159,32 @@ def new_copy_id(s: Step) -> CopyId:
 
 
 def has_orphans(s: Step, model: ModelState, key: VersionKey) -> bool:
-    """Tell whether a promised reader of the version has lost its source and has no other yet."""
+    """Tell whether a promised reader of the version has lost its source, or waits for one, and has no other yet."""
     for group in model.groups.values():
         current = group.open_round()
         if current is None or current.key != key:
             continue
-        if any(j.orphaned_since_s is not None and j.done_request is None for j in current.joined.values()):
+        if current.awaits_silent or any(
+            j.orphaned_since_s is not None and j.done_request is None for j in current.joined.values()
+        ):
             return True
     return False
+
+
+def end_drain(s: Step, holder: Worker, copy: Copy) -> int | None:
+    """Take note that a copy has drained; return the request that waits for it."""
+    model = s.model(holder)
+    request = None
+    if copy is holder.staged:
+        request, holder.unstage_request = holder.unstage_request, None
+    elif copy is holder.copy:
+        request, holder.unpublish_request = holder.unpublish_request, None
+        model.drains.note(s.now - copy.draining_since_s)
+    else:
+        model.offloads_dropped += 1
+        holder.room_bytes = None if holder.room_bytes is None else holder.room_bytes + copy.memory.total_bytes
+        s.push(holder, DropOffload(copy.id, copy.memory.placement))
+    return request
 
 
 def settle_drains(s: Step) -> None:
@@ -161,12 +194,9 @@ def settle_drains(s: Step) -> None:
     for copy_id in sorted(s.state.draining):
         copy = s.state.copies[copy_id]
         holder = s.holder(copy)
-        if copy.leases or has_orphans(s, s.model(holder), copy.key):
+        if copy.leases or has_orphans(s, s.model(holder), copy.key) or is_kept_back(s, copy):
             continue
-        if copy is holder.staged:
-            request, holder.unstage_request = holder.unstage_request, None
-        else:
-            request, holder.unpublish_request = holder.unpublish_request, None
+        request = end_drain(s, holder, copy)
         drop_copy(s, copy, "unpublished")
         if request is not None:
             s.reply(holder, request, Ok())

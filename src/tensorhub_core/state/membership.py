@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from tensorhub_core.errors import ConfigError, ProtocolMismatch, StateError, TensorHubError
 from tensorhub_core.ids import Digest, ModelName, ReplicaName, SessionId, VersionKey, WorkerId
+from tensorhub_core.state import retention
 from tensorhub_core.state.context import NO_SESSION, Step, failure
 from tensorhub_core.state.events import Send
 from tensorhub_core.state.leases import drop_copy, end_lease, revoke_lease
 from tensorhub_core.state.messages import PROTOCOL, Hello, Ok, Register, Superseded, Welcome
-from tensorhub_core.state.records import CopyState, Group, ModelState, Registration, Worker
+from tensorhub_core.state.records import MOST_SERVER_EPOCH, CopyState, Group, ModelState, Registration, Worker
+from tensorhub_core.state.resourcing import forgive, is_quiet
 from tensorhub_core.state.rounds import abort
 from tensorhub_core.state.versions import current_epoch, put_copy, show
 
@@ -23,6 +25,7 @@ def hello(s: Step, session: SessionId, request: int, m: Hello) -> None:
         s.effects.append(Send(session, request, failure(error)))
         return
     model = s.state.models.setdefault(ModelName(m.model), ModelState(ModelName(m.model)))
+    model.retain = s.state.config.retain_of(model.name)
     hear_high(s, model, m)
     if m.observer:
         worker = admit(s, session, m)
@@ -48,10 +51,11 @@ def hello(s: Step, session: SessionId, request: int, m: Hello) -> None:
             group = model.groups.setdefault(group.replica, group)
         worker = admit(s, session, m)
         group.members[m.shard] = worker.id
-        group.zone, group.host, group.spot = m.zone, m.host, m.spot
+        group.zone, group.host, group.spot, group.keeper = m.zone, m.host, m.spot, m.keeper
         group.generation += 1
     welcome(s, worker, request, group)
     take_back(s, worker, m)
+    retention.take_back(s, worker, m)
 
 
 def check_hello(s: Step, m: Hello) -> None:
@@ -59,9 +63,14 @@ def check_hello(s: Step, m: Hello) -> None:
     config = s.state.config
     if m.protocol != PROTOCOL:
         raise ProtocolMismatch(f"the client speaks protocol {m.protocol}, this server {PROTOCOL}: run the same release")
+    for what, text in (("stream", m.stream), ("zone", m.zone), ("host", m.host)):
+        if text is not None and len(text.encode("utf-8", "surrogatepass")) > config.max_name_bytes:
+            raise ConfigError(f"{what} must be a name of at most {config.max_name_bytes} bytes")
     for what, text in (("model", m.model), ("replica", m.replica), ("token", m.token)):
         if not text or len(text.encode("utf-8", "surrogatepass")) > config.max_name_bytes:
             raise ConfigError(f"{what} must be a name of 1 to {config.max_name_bytes} bytes")
+    if not 0 <= m.server_epoch <= MOST_SERVER_EPOCH:
+        raise ConfigError(f"no server has the epoch {m.server_epoch}")
     if not 1 <= m.num_shards <= config.max_shards or not 0 <= m.shard < m.num_shards:
         raise ConfigError(f"shard {m.shard} of {m.num_shards} is not possible (at most {config.max_shards} shards)")
     if len(s.state.workers) >= config.max_workers:
@@ -77,6 +86,7 @@ def hear_high(s: Step, model: ModelState, m: Hello) -> None:
         keys.append((m.high[0], m.high[1]))
     if m.held is not None:
         keys.append((m.held.epoch, m.held.number))
+    keys += [(held.epoch, held.number) for held in m.offloads]
     for key in keys:
         if s.state.deserted:
             s.state.deserted, s.state.listening, s.state.listen_from_s = False, True, s.now
@@ -86,7 +96,7 @@ def hear_high(s: Step, model: ModelState, m: Hello) -> None:
             s.state.listening = s.state.listening or s.now < s.state.listen_from_s + s.state.config.grace_s
         if key[0] >= model.epoch:
             model.epoch = key[0]
-            if m.held is not None and m.stream is not None and m.stream not in model.streams:
+            if (m.held is not None or m.offloads) and m.stream is not None and m.stream not in model.streams:
                 model.stream = m.stream
                 model.streams.append(m.stream)
         s.touched.add(model.name)
@@ -118,7 +128,7 @@ def resume(s: Step, worker: Worker, session: SessionId) -> Worker:
         s.state.sessions.pop(worker.session, None)
         worker.session = session
         s.state.sessions[session] = worker.id
-    worker.last_seen_s, worker.suspected = s.now, False
+    heard_from(s, worker)
     return worker
 
 
@@ -216,15 +226,21 @@ def remove(s: Step, worker: Worker, reason: str) -> None:
     s.touch(worker)
     if not worker.observer:
         group = model.groups[worker.replica]
+        if any(member.suspected for member in s.members(group)):
+            s.touched.add(model.name)  # somebody may have waited for it to be heard again
         current = group.open_round()
         if current is not None:
             error = StateError(f"shard {worker.shard} of replica {group.replica!r} is gone ({reason})")
             abort(s, group, current, error, told=worker.shard)
+        keys = {copy.key for copy in worker.copies()}
         for copy in worker.copies():
             drop_copy(s, copy, f"{worker.replica}/{worker.shard} is gone ({reason})")
         group.members.pop(worker.shard, None)
         if not group.members:
             del model.groups[group.replica]
+        model.handovers.discard(worker.id)
+        model.stuck.discard(worker.id)
+        retention.after_failure(s, model.name, group.replica, keys, reason)
     for lease_id in sorted(worker.leases):
         end_lease(s, lease_id)
     model.waiting = [w for w in model.waiting if w.worker != worker.id]
@@ -278,8 +294,11 @@ def note_burial(s: Step) -> None:
 
 
 def heard_from(s: Step, worker: Worker) -> None:
-    """Note that a worker lives."""
-    worker.last_seen_s = s.now
-    if worker.suspected:
-        worker.suspected = False
-        s.touched.add(worker.model)
+    """Note that a worker lives; who waits for what it holds, or left it while it was silent, may read from it again."""
+    if is_quiet(s, worker) and not worker.observer:
+        forgiven = forgive(s, worker)
+        if forgiven or worker.suspected:
+            s.touched.add(worker.model)
+        for copy in worker.copies():
+            s.note(worker, copy.key)
+    worker.last_seen_s, worker.suspected = s.now, False

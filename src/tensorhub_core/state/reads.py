@@ -8,26 +8,22 @@ from tensorhub_core.state.context import Step
 from tensorhub_core.state.leases import (
     add_copy,
     drop_copy,
-    end_lease,
     revoke_lease,
-    source_of,
     tell_followers,
 )
 from tensorhub_core.state.messages import (
     Announce,
     Committed,
-    Discard,
     Done,
     Failure,
     Filling,
     LeaveRound,
     Ok,
-    Promise,
     Relocate,
 )
 from tensorhub_core.state.records import Copy, CopyState, Group, Registration, Round, Worker
-from tensorhub_core.state.rounds import abort, drop_leases, leases_stand, no_source_left
-from tensorhub_core.state.sourcing import await_copy, lease_shard, new_copy, raw_sums
+from tensorhub_core.state.rounds import abort, drop_leases, drop_leases_of, keep_promise, leases_stand, where
+from tensorhub_core.state.sourcing import new_copy
 from tensorhub_core.state.versions import bind_manifest, note_offered, note_whole, show
 
 
@@ -93,6 +89,8 @@ def relocate(s: Step, worker: Worker, request: int, m: Relocate) -> None:
     current = active_round(s, worker, request, m.round)
     if current is None:
         return
+    if current.joined[worker.shard].source_request is not None:
+        return s.fail(worker, request, StateError("the shard waits for other sources already"))
     group = s.group(worker)
     avoid = current.avoid.setdefault(worker.shard, {})
     for trouble in m.failures:
@@ -101,29 +99,15 @@ def relocate(s: Step, worker: Worker, request: int, m: Relocate) -> None:
             continue
         avoid[lease.copy] = trouble.kind
         s.log("warning", blame(s, group, worker, lease.copy, trouble.kind))
-    for lease_id in current.leases.pop(worker.shard, []):
-        end_lease(s, lease_id)
-    current.joined[worker.shard].orphaned_since_s = None
-    if lease_shard(s, group, worker.shard, current, promised=True):
-        refresh_sums(s, current, worker)
-        assert current.key is not None
-        sources = tuple(source_of(s, lease) for lease in current.leases[worker.shard])
-        return s.reply(worker, request, Promise(current.number, *current.key, sources))
-    error = no_source_left(s, group, worker, current)
-    s.fail(worker, request, error)
-    abort(s, group, current, error, told=worker.shard)
+    seek_sources(s, group, worker, request, current, rereads=False)
 
 
-def refresh_sums(s: Step, current: Round, worker: Worker) -> None:
-    """Let a filling copy be verified against its new source; a copy that reads another layout offers no prefix."""
-    copy = worker.unfinished()
-    if copy is None:
-        return await_copy(s, worker, current)
-    sums = raw_sums(s, current, worker)
-    if sums != copy.sums:
-        copy.sums, copy.prefix = sums, 0
-        for lease_id in sorted(copy.leases):
-            revoke_lease(s, lease_id, "the source itself reads another layout now")
+def seek_sources(s: Step, group: Group, worker: Worker, request: int, current: Round, *, rereads: bool) -> None:
+    """Lease a shard other sources, now or when some are heard again; if there are none, the promise breaks for all."""
+    joined = current.joined[worker.shard]
+    drop_leases_of(s, current, worker.shard)
+    joined.source_request, joined.rereads = request, rereads
+    keep_promise(s, group, current)
 
 
 def blame(s: Step, group: Group, worker: Worker, copy_id: CopyId, kind: str) -> str:
@@ -142,8 +126,9 @@ def done(s: Step, worker: Worker, request: int, m: Done) -> None:
     joined = current.joined[worker.shard]
     if copy is None or sums not in s.state.blobs:
         return s.fail(worker, request, StateError("Done needs a filled copy and its uploaded checksums"))
-    if joined.done_request is not None:
-        return s.fail(worker, request, StateError("the shard is done already"))
+    if joined.done_request is not None or joined.source_request is not None:
+        how = "is done already" if joined.source_request is None else "waits for other sources"
+        return s.fail(worker, request, StateError(f"the shard {how}"))
     if not leases_stand(s, current, worker.shard):
         return discard(s, group, worker, request, current)
     record = s.model(worker).versions.get(copy.key)
@@ -166,20 +151,12 @@ def done(s: Step, worker: Worker, request: int, m: Done) -> None:
 
 def discard(s: Step, group: Group, worker: Worker, request: int, current: Round) -> None:
     """Tell a reader whose leases did not stand to read again, from fresh sources."""
-    for lease_id in current.leases.pop(worker.shard, []):
-        end_lease(s, lease_id)
-    current.joined[worker.shard].orphaned_since_s = None
-    if not lease_shard(s, group, worker.shard, current, promised=True):
-        error = no_source_left(s, group, worker, current)
-        return abort_for(s, group, worker, request, current, error)
-    refresh_sums(s, current, worker)
     copy = worker.filling()
     if copy is not None:
         copy.prefix = 0
         for lease_id in sorted(copy.leases):
             revoke_lease(s, lease_id, "the source reads its bytes again")
-    sources = tuple(source_of(s, lease) for lease in current.leases[worker.shard])
-    s.reply(worker, request, Discard(current.number, sources))
+    seek_sources(s, group, worker, request, current, rereads=True)
 
 
 def abort_for(s: Step, group: Group, worker: Worker, request: int, current: Round, error: TensorHubError) -> None:
@@ -220,7 +197,7 @@ def leave_round(s: Step, worker: Worker, request: int, m: LeaveRound) -> None:
     s.reply(worker, request, Ok())
     if current is None or current.verdict is not None or worker.shard not in current.joined:
         return
-    text = f"shard {worker.shard} left the round: {m.message}"
+    text = f"shard {worker.shard} left the round: {m.message}{where(s, s.group(worker), current)}"
     abort(s, s.group(worker), current, error_from_wire(m.code, text), told=worker.shard)
 
 

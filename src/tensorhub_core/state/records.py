@@ -41,8 +41,15 @@ class MachineConfig:
     max_deferred: int = 64
     worth_waiting_bytes: int = 16 << 20
     """A smaller shard is read from a busy holder sooner than from a reader that has yet to begin."""
+    retain: int = 0
+    retain_models: tuple[tuple[str, int], ...] = ()
+    """Newest whole versions of a model that no client's call may lose (law L11), and those of models by name."""
     kept_versions: int = 64
     kept_rounds: int = 8
+
+    def retain_of(self, model: ModelName) -> int:
+        """Return how many versions of a model are retained."""
+        return dict(self.retain_models).get(model, self.retain)
 
 
 class CopyState(Enum):
@@ -58,6 +65,8 @@ class CopyState(Enum):
 
 UNFINISHED = (CopyState.AWAITED, CopyState.FILLING)
 """States in which a copy gets its bytes from others."""
+OFFERED = (CopyState.PUBLISHED, CopyState.DRAINING)
+"""States in which a copy is complete, and was offered to others."""
 
 
 @dataclass(slots=True)
@@ -90,6 +99,9 @@ class Copy:
     speed: Speed = field(default_factory=Speed)
     leases: set[LeaseId] = field(default_factory=set)
     """Leases of readers on this copy."""
+    draining_since_s: float = 0.0
+    origin: CopyId | None = None
+    """Of an offload copy: the copy in registered memory that it was made of."""
 
 
 @dataclass(slots=True)
@@ -125,14 +137,33 @@ class Worker:
     """A second copy, in the staging memory: a source like any other, but not what the worker holds."""
     awaited: Copy | None = None
     """What the worker will fill as soon as its old copy is withdrawn; takes the place of one of the others then."""
+    offloads: list[Copy] = field(default_factory=list)
+    """Copies in host memory that keep retained versions (law L11); sources like any other."""
+    room_bytes: int | None = None
+    """What the worker said it may still fill with offload copies, as far as it is known."""
+    offload_asked: CopyId | None = None
+    offload_failed: Message | None = None
+    """The copy that the worker was told to offload, and why it could not."""
+    leaving: bool = False
+    handover_request: int | None = None
     unpublish_request: int | None = None
     unstage_request: int | None = None
     leases: set[LeaseId] = field(default_factory=set)
     """Leases this worker reads under."""
 
     def copies(self) -> list[Copy]:
-        """Return the worker's copies: in its registered memory, in its staging memory, and the one it will fill."""
-        return [copy for copy in (self.copy, self.staged, self.awaited) if copy is not None]
+        """Return the worker's copies: in registered, staging and offload memory, and the one it will fill."""
+        return [copy for copy in (self.copy, self.staged, self.awaited, *self.offloads) if copy is not None]
+
+    def offload_of(self, key: VersionKey) -> Copy | None:
+        """Return the worker's offload copy of a version; there is at most one."""
+        return next((copy for copy in self.offloads if copy.key == key), None)
+
+    def kept_copy(self, key: VersionKey) -> Copy | None:
+        """Return a finished copy of a version that is not only staged, one that takes new readers before others."""
+        copies = (self.copy, self.offload_of(key))
+        found = [copy for copy in copies if copy is not None and copy.key == key and copy.state in OFFERED]
+        return min(found, key=lambda copy: copy.state is CopyState.DRAINING) if found else None
 
     def filling(self) -> Copy | None:
         """Return the copy that the worker's round fills; there is at most one."""
@@ -207,6 +238,8 @@ class Group:
     zone: str
     host: str
     spot: bool
+    keeper: bool = False
+    """It exists to keep versions (`tensorhub seed --keep`)."""
     members: dict[int, WorkerId] = field(default_factory=dict)
     rounds: dict[int, Round] = field(default_factory=dict)
     next_round: int = 0
@@ -218,6 +251,42 @@ class Group:
 
 
 @dataclass(slots=True)
+class Keeping:
+    """How a version is kept (law L11); `state/keeping.py` keeps the first two up to date.
+
+    `whole` and `held`: replicas that publish all of it in registered or offload memory, and those that have all of it
+    there though some shard is withdrawing it. Of those that withdraw it, `custody` have to keep it, `let_go` need not.
+    """
+
+    whole: set[ReplicaName] = field(default_factory=set)
+    held: set[ReplicaName] = field(default_factory=set)
+    custody: set[ReplicaName] = field(default_factory=set)
+    let_go: set[ReplicaName] = field(default_factory=set)
+    secured_by: ReplicaName | None = None
+    """The first reliable replica other than the publisher's at which it was whole."""
+    released: bool = False
+    """It is not retained any more."""
+    safe: bool = False
+    reachable: bool = False
+    """A reliable replica has it, and any replica has it, unless a failure took the last one."""
+
+
+@dataclass(slots=True)
+class DrainCount:
+    """How many copies of a model were withdrawn, and how long they drained."""
+
+    count: int = 0
+    total_s: float = 0.0
+    max_s: float = 0.0
+
+    def note(self, drained_s: float) -> None:
+        """Count a copy that was withdrawn."""
+        self.count += 1
+        self.total_s += drained_s
+        self.max_s = max(self.max_s, drained_s)
+
+
+@dataclass(slots=True)
 class VersionRecord:
     """What is known of a version; `manifests` binds a layout (which names its shard) to its first sums (law L12)."""
 
@@ -226,6 +295,7 @@ class VersionRecord:
     was_whole: bool = False
     total_bytes: int = 0
     manifests: dict[Digest, Digest] = field(default_factory=dict)
+    keeping: Keeping = field(default_factory=Keeping)
 
 
 @dataclass(slots=True)
@@ -252,6 +322,14 @@ class ModelState:
     waiting: list[Waiting] = field(default_factory=list)
     holders: dict[VersionKey, set[ReplicaName]] = field(default_factory=dict)
     """Replicas of which some shard has a copy of the version, in any state."""
+    retain: int = 0
+    handovers: set[WorkerId] = field(default_factory=set)
+    """Workers that are about to leave and wait until nothing depends on them."""
+    stuck: set[WorkerId] = field(default_factory=set)
+    """Workers that cannot make the offload copy they should, and wait for another replica."""
+    drains: DrainCount = field(default_factory=DrainCount)
+    offloads_made: int = 0
+    offloads_dropped: int = 0
 
 
 @dataclass(slots=True)
@@ -286,6 +364,7 @@ class ServerState:
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
     blobs: dict[Digest, BlobEntry] = field(default_factory=dict)
     draining: set[CopyId] = field(default_factory=set)
+    offloads: set[CopyId] = field(default_factory=set)
     blob_bytes: int = 0
     ticked_s: float = 0.0
     swept_s: float = 0.0

@@ -11,6 +11,7 @@ from tensorhub_core.errors import (
 )
 from tensorhub_core.ids import ReplicaName, VersionKey
 from tensorhub_core.state.context import Step, failure
+from tensorhub_core.state.keeping import custodians
 from tensorhub_core.state.leases import (
     drop_copy,
     end_lease,
@@ -24,6 +25,7 @@ from tensorhub_core.state.messages import (
     RoundAborted,
 )
 from tensorhub_core.state.records import UNFINISHED, CopyState, Group, Joined, ModelState, Round, Worker
+from tensorhub_core.state.resourcing import may_wake, tell_sources
 from tensorhub_core.state.sourcing import await_copy, describe_holders, lease_shard
 from tensorhub_core.state.versions import (
     current_epoch,
@@ -56,6 +58,7 @@ def join(s: Step, worker: Worker, request: int, m: JoinRound) -> None:
     have = None if m.have is None else (m.have[0], m.have[1])
     # Only a server that listens after a restart has forgotten promises; later this would be a way around a drain.
     promised = (m.promised[0], m.promised[1]) if m.promised is not None and s.state.in_grace(s.now) else None
+    worker.room_bytes = m.room_bytes
     current.joined[worker.shard] = Joined(request, m.offer, have, m.prefix, promised)
     text = disagreement(current, m, have)
     if text:
@@ -165,25 +168,39 @@ def try_promise(s: Step, model: ModelState, group: Group, current: Round) -> Non
     if all(lease_shard(s, group, w.shard, current, promised) for w in members):
         current.join_by_s = s.now + s.state.config.join_timeout_s
         return keep_promise(s, group, current)
+    waits = all(leases_stand(s, current, w.shard) or may_wake(s, group, w, current, promised) for w in members)
+    waits = waits or bool(custodians(s, model, key, group.replica))
     drop_leases(s, current)
-    current.key = None
+    current.key, current.awaits_silent = None, waits
+    if waits:
+        return
     if was_whole or current.want is None or (gone and record is None):
         text = f"version {show(key)} of model {model.name!r} has no reachable holder that this layout can read; "
         abort(s, group, current, VersionUnavailable(text + describe_holders(s, model, key)))
 
 
 def keep_promise(s: Step, group: Group, current: Round) -> None:
-    """Answer the shards that joined late; one that lost its sources before it joined is leased others at once."""
+    """Answer the shards that joined late, or lack a source; one that lost its sources is leased others at once.
+
+    Where all the others that are left are silent at the moment, the answer waits until one of them is heard or buried.
+    """
+    current.awaits_silent = False
     for worker in s.members(group):
         joined = current.joined.get(worker.shard)
-        if worker.suspected or (joined is not None and joined.join_request is None):
+        waits = joined is None or joined.join_request is not None or joined.source_request is not None
+        if worker.suspected or not waits:
             continue
         if current.kind != "install" and not leases_stand(s, current, worker.shard):
-            for lease_id in current.leases.pop(worker.shard, []):
-                end_lease(s, lease_id)
+            drop_leases_of(s, current, worker.shard)
             if not lease_shard(s, group, worker.shard, current, promised=True):
-                return abort(s, group, current, no_source_left(s, group, worker, current))
+                if not may_wake(s, group, worker, current, promised=True):
+                    return abort(s, group, current, no_source_left(s, group, worker, current))
+                current.awaits_silent = True
+                if joined is not None and joined.orphaned_since_s is None:
+                    joined.orphaned_since_s = s.now
+                continue
         if joined is not None:
+            tell_sources(s, worker, current)
             tell_promise(s, worker, current)
 
 
@@ -192,7 +209,7 @@ def holds(worker: Worker, current: Round, key: VersionKey) -> bool:
     joined = current.joined.get(worker.shard)
     if joined is not None and joined.have == key:
         return True
-    copies = worker.copies() if current.kind == "stage" else [worker.copy]
+    copies = (worker.copy, worker.staged if current.kind == "stage" else None)
     return any(c is not None and c.key == key and c.state not in UNFINISHED for c in copies)
 
 
@@ -224,10 +241,14 @@ def no_source_left(s: Step, group: Group, worker: Worker, current: Round) -> Ten
 
 def drop_leases(s: Step, current: Round) -> None:
     """End all leases of a round."""
-    for leases in current.leases.values():
-        for lease in leases:
-            end_lease(s, lease)
-    current.leases.clear()
+    for shard in list(current.leases):
+        drop_leases_of(s, current, shard)
+
+
+def drop_leases_of(s: Step, current: Round, shard: int) -> None:
+    """End the leases of one shard of a round."""
+    for lease in current.leases.pop(shard, []):
+        end_lease(s, lease)
 
 
 def abort(s: Step, group: Group, current: Round, error: TensorHubError, told: int | None = None) -> None:
@@ -242,10 +263,10 @@ def abort(s: Step, group: Group, current: Round, error: TensorHubError, told: in
         copy = worker.unfinished()
         if copy is not None and copy.key == current.key:
             drop_copy(s, copy, "its round was aborted")
-        request = joined.join_request if joined.join_request is not None else joined.done_request
-        if request is not None:
+        owed = [n for n in (joined.join_request, joined.source_request, joined.done_request) if n is not None]
+        for request in owed:
             s.reply(worker, request, verdict)
-        elif worker.shard != told:
+        if not owed and worker.shard != told:
             s.push(worker, RoundAborted(current.number, verdict.code, verdict.message))
     close_round(s, group, current, verdict)
 
@@ -275,6 +296,8 @@ def check_rounds(s: Step, model: ModelState) -> None:
     """End rounds that some shard never joined, or whose orphaned shard never came back for other sources."""
     for group in list(model.groups.values()):
         current = group.open_round()
+        if current is not None and current.awaits_silent:
+            s.touched_groups.add((group.model, group.replica))
         if current is None or (current.key is None and current.kind != "install"):
             continue
         missing = [shard for shard in range(group.num_shards) if shard not in current.joined]
@@ -284,5 +307,18 @@ def check_rounds(s: Step, model: ModelState) -> None:
         limit = 2 * s.state.config.dead_after_s
         for shard, joined in current.joined.items():
             if joined.orphaned_since_s is not None and s.now >= joined.orphaned_since_s + limit:
-                abort(s, group, current, DeadlineExceeded(f"shard {shard} lost its source and asked for no other"))
+                what = "asked for no other" if joined.source_request is None else "no other was heard"
+                text = f"shard {shard} lost its source and {what} for {limit:g} s{where(s, group, current)}"
+                abort(s, group, current, DeadlineExceeded(text))
                 break
+
+
+def where(s: Step, group: Group, current: Round) -> str:
+    """Say where the version is that a round waits for, to follow the text of its end; empty if it has sources."""
+    model = s.state.models[group.model]
+    key = current.key or (latest(model) if current.want is None else (current_epoch(model), current.want))
+    if current.kind == "install" or (current.key is not None and not current.awaits_silent):
+        return ""
+    if key is None:
+        return f"; model {model.name!r} has no version yet"
+    return f"; version {show(key)}: {describe_holders(s, model, key)}"

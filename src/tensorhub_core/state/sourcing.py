@@ -50,15 +50,20 @@ def leads_to(s: Step, copy: Copy, reader: WorkerId) -> bool:
     return False
 
 
-def offered_groups(s: Step, model: ModelState, key: VersionKey, promised: bool) -> list[tuple[Group, list[Copy]]]:
-    """Return the replicas all of whose shards hold the version, also staged; draining ones only for promised rounds."""
+def offered_groups(
+    s: Step, model: ModelState, key: VersionKey, promised: bool, silent: bool = False
+) -> list[tuple[Group, list[Copy]]]:
+    """Return the replicas all of whose shards hold the version, also staged; draining ones only for promised rounds.
+
+    With `silent` also those with workers that are silent at the moment.
+    """
     allowed = {CopyState.PUBLISHED} | ({CopyState.DRAINING} if promised else set())
     found = []
     for replica in model.holders.get(key, ()):
         group = model.groups[replica]
         workers = s.members(group)
         copies = [copy for w in workers if (copy := w.copy_of(key, allowed)) is not None]
-        if len(copies) == group.num_shards and not any(w.suspected for w in workers):
+        if len(copies) == group.num_shards and (silent or not any(w.suspected for w in workers)):
             found.append((group, copies))
     return found
 
@@ -96,12 +101,18 @@ def choose_copies(s: Step, group: Group, reader: Worker, current: Round, promise
 
 
 def choose_among(
-    s: Step, group: Group, reader: Worker, key: VersionKey, promised: bool, left_out: Collection[CopyId]
+    s: Step,
+    group: Group,
+    reader: Worker,
+    key: VersionKey,
+    promised: bool,
+    left_out: Collection[CopyId],
+    silent: bool = False,
 ) -> list[Copy]:
     """Choose the copies a shard reads a version from, but none that is left out."""
     model, memory, here = s.model(reader), reader.memory, place_of(group)
     assert memory is not None
-    replicas = [(g, cs) for g, cs in offered_groups(s, model, key, promised) if g.replica != reader.replica]
+    replicas = [(g, cs) for g, cs in offered_groups(s, model, key, promised, silent) if g.replica != reader.replica]
     raw = [c for _, copies in replicas for c in copies]
     if replicas:
         raw += filling_copies(s, model, key, reader)
@@ -168,11 +179,17 @@ def depth_below(copies: list[Copy]) -> int:
 
 
 def describe_holders(s: Step, model: ModelState, key: VersionKey) -> str:
-    """Say who holds what, for the text of `VersionUnavailable`."""
+    """Say who holds what, for the texts of `VersionUnavailable` and `DeadlineExceeded`."""
     whole = sorted(g.replica for g, _ in offered_groups(s, model, key, promised=False))
     leaving = sorted({g.replica for g, _ in offered_groups(s, model, key, promised=True)}.difference(whole))
-    parts = (("held by", whole), ("being withdrawn by", leaving))
-    if whole or leaving:
+    awake = {*whole, *leaving}
+    silent = sorted({g.replica for g, _ in offered_groups(s, model, key, promised=True, silent=True)}.difference(awake))
+    parts = (
+        ("held by", whole),
+        ("being withdrawn by", leaving),
+        ("held at workers that are silent at the moment:", silent),
+    )
+    if whole or leaving or silent:
         return "; ".join(f"{how} {', '.join(names[:8])}" for how, names in parts if names)
     held: dict[str, list[str]] = {}
     for group in model.groups.values():
