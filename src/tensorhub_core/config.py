@@ -34,6 +34,15 @@ class ServerConfig:
     runtime_dir: str | None = _setting(
         None, "folder of the embedded server's files; None = XDG_RUNTIME_DIR, else one in the temporary folder"
     )
+    curve_secret: str | None = _setting(
+        None, "path of the server's secret certificate: it then speaks CURVE on tcp:// addresses; None = in the clear"
+    )
+    curve_clients: str | None = _setting(
+        None,
+        "folder of the public certificates of the clients that may connect, read again when it changes; None = any",
+    )
+    journal: str | None = _setting(None, "file to append everything to that the server decides on; None = none")
+    journal_limit_bytes: int = _setting(1 << 30, "size at which the journal ends", least=0)
     log_level: str = _setting(
         "info", "least severe message the server logs", choices=("debug", "info", "warning", "error")
     )
@@ -55,10 +64,25 @@ class ServerConfig:
 class ClientConfig:
     """Settings of a worker's session and its data plane."""
 
-    server: str | None = _setting(None, "address of the reference server; None = the embedded server of this user")
+    server: str | None = _setting(
+        None, "address of the reference server, or several with commas between; None = the embedded server of this user"
+    )
+    curve_server: str | None = _setting(
+        None, "path of the server's public certificate, or its key in Z85; None = speak to it in the clear"
+    )
+    curve_client: str | None = _setting(None, "path of this client's secret certificate")
     connect_timeout_s: float = _setting(10.0, "seconds that connecting to the server may take", least=0.01)
     call_timeout_s: float = _setting(600.0, "what `timeout_s=None` of a worker's call means", least=0.01)
     close_timeout_s: float = _setting(30.0, "seconds that `close()` waits for readers of the copy", least=0.0)
+    handover_s: float = _setting(
+        10.0, "seconds that `close()` waits for others to take over what is retained through this worker", least=0.0
+    )
+    offload_limit_bytes: int | None = _setting(
+        None,
+        "most host memory for copies of retained versions that only this replica holds; None = half of what this "
+        "process can take when it connects",
+        least=0,
+    )
     zone: str = _setting("", "datacentre of this process: sources in the same zone are preferred")
     host: str = _setting("", "name of this machine; empty = the host name")
     transport: str = _setting(

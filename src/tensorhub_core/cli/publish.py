@@ -14,7 +14,7 @@ from tensorhub_core.cli.signals import Stop
 from tensorhub_core.client.connect import connect
 from tensorhub_core.client.versions import Version
 from tensorhub_core.client.worker import Worker
-from tensorhub_core.errors import DeadlineExceeded, ServerUnreachable
+from tensorhub_core.errors import DeadlineExceeded, ServerUnreachable, TensorHubError
 from tensorhub_core.settings import load_settings
 
 _LOOK_EVERY_S = 1.0
@@ -57,6 +57,7 @@ def publish(
         stop.begin_serving()
         click.echo(f"published {model} {version}")
         serve_until(stop, worker, published)
+        hand_over(worker, settings.client.handover_s)
         withdraw(worker, drain_s)
 
 
@@ -68,6 +69,15 @@ def serve_until(stop: Stop, worker: Worker, newest: Version) -> None:
     while not stop.wanted():
         with contextlib.suppress(DeadlineExceeded, ServerUnreachable):
             newest = worker.wait(newer_than=newest, timeout_s=_LOOK_EVERY_S)
+
+
+def hand_over(worker: Worker, handover_s: float) -> None:
+    """Give others the time to take over what is retained here; say on stderr what they did not."""
+    if handover_s > 0:
+        try:
+            worker.hand_over(handover_s)
+        except TensorHubError as error:
+            click.echo(f"Warning: {error}", err=True)
 
 
 def withdraw(worker: Worker, drain_s: float) -> None:

@@ -6,13 +6,15 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import index
 
 from tensorhub_core.client.device import TorchMemory
 from tensorhub_core.client.executor import ReadExecutor
+from tensorhub_core.client.host_memory import available_bytes
 from tensorhub_core.client.identity import Identity
 from tensorhub_core.client.mailbox import Mailbox
+from tensorhub_core.client.offload import OffloadPolicy
 from tensorhub_core.client.resources import Resources
 from tensorhub_core.client.session import Session
 from tensorhub_core.client.worker import Worker
@@ -26,13 +28,14 @@ from tensorhub_core.state.messages import Welcome
 from tensorhub_core.transport.base import Transport
 from tensorhub_core.transport.registry import TRANSPORTS
 from tensorhub_core.transport.select import choose_transport
+from tensorhub_core.wire.curve import client_keys
 
 _EMBEDDED_TRY_S = 2.0
 """How long an embedded server's address is believed: a hub that has just ended leaves one behind for a moment."""
 
 
 def connect(
-    server: str | None = None,
+    server: str | Sequence[str] | None = None,
     *,
     model: str,
     replica: str | None = None,
@@ -42,17 +45,20 @@ def connect(
     zone: str | None = None,
     host: str | None = None,
     spot: bool = False,
+    keeper: bool = False,
     cast: bool = False,
     transport: str | Transport = "auto",
     settings: Mapping[str, object] | Settings | None = None,
 ) -> Worker:
     """Connect as one shard of a replica of `model`, and return the worker; a context manager.
 
-    `server=None` means `TENSORHUB_SERVER`, else the embedded server of this user on this machine. `replica` is unique
+    `server` is an address, or several, in a list or with commas between: the server and its standbys. None means
+    `TENSORHUB_SERVER`, else the embedded server of this user on this machine. `replica` is unique
     by default. `stream` names the life of the version numbers, such as a training run's id. `spot`: this worker may
-    vanish at any time. `transport` names the data plane: `auto` takes the best for each peer, `nixl`, `tcp` and `cma`
-    (memory of processes on this machine) only what they say; or it is one. Raises ServerUnreachable naming the address
-    after `connect_timeout_s`, ProtocolMismatch, ConfigError, TransportError if threads or files run out. Any thread.
+    vanish at any time; `keeper`: it is there to keep versions for others, as `tensorhub seed --keep`. `transport` names
+    the data plane: `auto` takes the best for each peer, `nixl`, `tcp` and `cma` (memory of processes on this machine)
+    only what they say; or it is one. Raises ServerUnreachable naming the address after `connect_timeout_s`,
+    ProtocolMismatch, ConfigError, TransportError if threads or files run out. Any thread.
     """
     filled = load_settings(settings)
     config = filled.client
@@ -73,24 +79,28 @@ def connect(
         zone=config.zone if zone is None else zone,
         host=(config.host or socket.gethostname()) if host is None else host,
         spot=spot,
+        keeper=keeper,
     )
     mailbox = Mailbox(WorkerCounters())
     session, welcome = open_session(server, identity, mailbox, filled)
     mailbox.welcomed(welcome)
     resources = Resources(
-        session, _transport_maker(transport, config), lambda t: ReadExecutor(t, config, devices=TorchMemory())
+        session,
+        _transport_maker(transport, config),
+        lambda t: ReadExecutor(t, config, devices=TorchMemory()),
+        _offload_policy(config),
     )
     return Worker(identity, config, resources, mailbox)
 
 
 def open_session(
-    server: str | None, identity: Identity, mailbox: Mailbox, settings: Settings
+    server: str | Sequence[str] | None, identity: Identity, mailbox: Mailbox, settings: Settings
 ) -> tuple[Session, Welcome]:
     """Open a session with `server`, with the configured one, or with the embedded one; errors as of `connect()`."""
     address = server or settings.client.server
     if address is None:
         return _connect_embedded(identity, mailbox, settings)
-    session = Session(address, identity, mailbox)
+    session = Session(address, identity, mailbox, keys=client_keys(settings.client))
     return session, _opened(session, settings.client.connect_timeout_s)
 
 
@@ -135,6 +145,13 @@ def _connect_embedded(identity: Identity, mailbox: Mailbox, settings: Settings) 
                 raise
 
 
+def _offload_policy(config: ClientConfig) -> OffloadPolicy:
+    limit_bytes, available = config.offload_limit_bytes, available_bytes()
+    if limit_bytes is None and available is not None:
+        limit_bytes = available // 2
+    return OffloadPolicy(limit_bytes, check=config.verify != "off", patience_s=config.handover_s)
+
+
 def _transport_maker(transport: str | Transport, config: ClientConfig) -> Callable[[], Transport]:
     given = iter(() if isinstance(transport, str) else (transport,))
 
@@ -142,7 +159,9 @@ def _transport_maker(transport: str | Transport, config: ClientConfig) -> Callab
         if not isinstance(transport, str):
             for once in given:
                 return once
-            raise ConfigError("stage() needs a data plane of its own: give connect() a transport's name, not an object")
+            raise ConfigError(
+                "a copy in host memory needs a data plane of its own: give connect() a transport's name, not an object"
+            )
         name = config.transport if transport == "auto" else transport
         choice = choose_transport(name, interface=config.interface)
         get_logger("client").info("data plane %s", choice.reason)

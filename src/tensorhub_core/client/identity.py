@@ -23,6 +23,7 @@ class Identity:
     host: str = ""
     spot: bool = False
     observer: bool = False
+    keeper: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,17 @@ class Listener(Protocol):
         """Hear that the session is over for good."""
 
 
-def hello_of(identity: Identity, standing: Standing, high: tuple[int, int] | None) -> Hello:
-    """Return the hello of a worker that has heard of versions up to `high`."""
+def hello_of(
+    identity: Identity,
+    standing: Standing,
+    high: tuple[int, int] | None,
+    offloads: tuple[Held, ...] = (),
+    server_epoch: int = 0,
+) -> Hello:
+    """Return the hello of a worker that has heard of versions up to `high` and of servers up to `server_epoch`.
+
+    `offloads` are the copies that it keeps in host memory.
+    """
     return Hello(
         protocol=PROTOCOL,
         token=identity.token,
@@ -63,6 +73,9 @@ def hello_of(identity: Identity, standing: Standing, high: tuple[int, int] | Non
         observer=identity.observer,
         high=high,
         held=standing.held,
+        offloads=offloads,
+        keeper=identity.keeper,
+        server_epoch=server_epoch,
     )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 
 from tensorhub_core.client.identity import Standing
 from tensorhub_core.client.memory import RegisteredMemory
+from tensorhub_core.client.offload import OffloadPolicy, Offloads
+from tensorhub_core.client.offload_copy import Original
 from tensorhub_core.client.reading import Executor
 from tensorhub_core.client.session import Session
 from tensorhub_core.client.staging_room import StagingRoom
@@ -24,7 +26,13 @@ MakeExecutor = Callable[[Transport], Executor]
 class Resources:
     """Made when first needed, given back in the right order: nothing is freed that a peer may still read."""
 
-    def __init__(self, session: Session, make_transport: MakeTransport, make_executor: MakeExecutor) -> None:
+    def __init__(
+        self,
+        session: Session,
+        make_transport: MakeTransport,
+        make_executor: MakeExecutor,
+        policy: OffloadPolicy | None = None,
+    ) -> None:
         self.session = session
         self.memory: RegisteredMemory | None = None
         self.serving = False
@@ -33,6 +41,9 @@ class Resources:
         self._transport: Transport | None = None
         self._executor: Executor | None = None
         self.room = StagingRoom(make_transport, make_executor)
+        self.offloads = Offloads(session, make_transport, self._original, policy or OffloadPolicy())
+        self.uncertain: tuple[int, PutBlob] | None = None
+        """The version that the registered memory was to hold when the server's last word was not heard."""
 
     @property
     def transport(self) -> Transport:
@@ -78,8 +89,30 @@ class Resources:
         sizes = (memory.total_bytes, memory.num_segments)
         held = Held(*key, where.layout, where.placement, sums.digest, *sizes, memory.portable)
         self.session.standing = Standing(held, (*standing.blobs[:2], sums), where)
+        self.uncertain = None
         if self.session.hellos != life:
             self.session.say_hello_again()
+
+    def withdrawn(self) -> None:
+        """Note that the registered memory is the caller's again; on the session's thread."""
+        self.uncertain = None
+        self.session.offer_nothing()
+
+    def _original(self, key: VersionKey) -> Original | None:
+        """Return the memory that holds a version, registered or staging; any thread."""
+        standing, memory, room = self.session.standing, self.memory, self.room
+        layout = next(iter(standing.blobs), None)
+        if memory is None or standing.register is None or layout is None:
+            return None
+        portable = memory.portable
+        held = standing.held
+        if held is not None and (held.epoch, held.number) == key:
+            return Original(key, memory, layout, standing.blobs[2], portable)
+        if room.memory is not None and room.holds is not None and room.holds[0] == key:
+            return Original(key, room.memory, layout, room.holds[1], portable)
+        if self.uncertain is not None and self.uncertain[0] == key[1]:
+            return Original(key, memory, layout, self.uncertain[1], portable, trusted=False)
+        return None
 
     def hide(self) -> None:
         """End the serving side: nobody reads the memory any more, whatever the server thinks."""
@@ -96,6 +129,7 @@ class Resources:
                 executor.close()
         with _logged("staging memory"):
             self.room.close()
+        self.offloads.close()
         with _logged("transport"):
             if transport is not None:
                 transport.shutdown()

@@ -74,6 +74,8 @@ class RoundState:
     rejoins: int = 0
     ending: BaseException | None = None
     give_up_s: float | None = None
+    room_bytes: int | None = None
+    """Host memory that this worker may still fill with offload copies, None if the server is not told."""
     prefix: bool = True
     """Others may read what is verified before all is: every segment is compared with its checksum."""
 

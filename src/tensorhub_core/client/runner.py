@@ -56,7 +56,7 @@ class RoundRunner:
         self._resources, self._session, self._mailbox = resources, resources.session, mailbox
         self._holding, self._prefix = holding, prefix
         self._next_round = (0, 0)
-        self.drain = Drain(self._session.submit, self._session.offer_nothing)
+        self.drain = Drain(self._session.submit, resources.withdrawn)
         self.lost = False
         """A read could not be stopped: bytes may land in the memory, the session is over."""
 
@@ -108,7 +108,7 @@ class RoundRunner:
         welcome, life = self._mailbox.newest()
         number = self._next_round[1] if self._next_round[0] == life else welcome.next_round
         state = RoundState(number, call.want, call.mode, have, call.offer, call.deadline.at_s, offered)
-        state.prefix = self._prefix
+        state.prefix, state.room_bytes = self._prefix, self._resources.offloads.room_bytes()
         driver = make(state, parts, life, call.deadline, call.progress)
         self._mailbox.attach(driver)
         try:
@@ -144,7 +144,8 @@ class RoundRunner:
         if end.dirty:
             holding.now_spoiled()
         if end.uncertain:
-            self.take_back_uncertain()
+            key, sums = driver.state.key, driver.sums
+            self.take_back_uncertain(None if key is None or sums is None else (key[1], sums))
         raise self._error_of(driver, end)
 
     def _error_of(self, driver: RoundDriver, end: End) -> BaseException:
@@ -163,8 +164,12 @@ class RoundRunner:
             return unreachable
         return error
 
-    def take_back_uncertain(self) -> None:
-        """Take back what the server may take for published, and let nobody read it meanwhile."""
+    def take_back_uncertain(self, what: tuple[int, PutBlob] | None) -> None:
+        """Take back what the server may take for published, and let nobody read it meanwhile.
+
+        `what` is its number and checksums: the server may ask for an offload copy of it.
+        """
+        self._resources.uncertain = what
         self._holding.published = True
         self._holding.now_draining()
         with contextlib.suppress(TensorHubError):

@@ -13,13 +13,14 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
 
 from tensorhub_core.client.identity import Identity, Listener, Standing, checked, hello_of, same_error
 from tensorhub_core.client.link import Link, LinkEvent
+from tensorhub_core.client.pending import OpenRequest, Pending
+from tensorhub_core.client.search import Search, parse_addresses
 from tensorhub_core.clock import Deadline
 from tensorhub_core.errors import (
     DeadlineExceeded,
@@ -35,9 +36,11 @@ from tensorhub_core.state.messages import (
     Available,
     Failure,
     Heartbeat,
+    Held,
     Leave,
     NothingNewer,
     Promise,
+    PutBlob,
     Reply,
     Request,
     Superseded,
@@ -45,22 +48,11 @@ from tensorhub_core.state.messages import (
     Welcome,
 )
 from tensorhub_core.wire.codec import MalformedMessage, decode_reply, encode, split
+from tensorhub_core.wire.curve import ClientKeys
 
 Answer = Callable[[Reply], None]
 _HELLO_AGAIN_S = 1.0
-_RESOLVE_AFTER_S = 1.0
 _JOIN_S = 10.0
-
-
-@dataclass(slots=True)
-class _Open:
-    """A request without an answer yet."""
-
-    frames: list[bytes]
-    answer: Answer
-    life: int | None
-    """The welcome after which it was asked, if it means nothing after another one; None = durable."""
-    sent: bool = False
 
 
 class Session:
@@ -68,27 +60,32 @@ class Session:
 
     def __init__(
         self,
-        address: str,
+        server: str | Iterable[str],
         identity: Identity,
         listener: Listener,
         *,
+        keys: ClientKeys | None = None,
         resolve: Callable[[float], str] | None = None,
     ) -> None:
-        """Start the thread; `resolve(timeout_s)` names the address again after a loss (an embedded server moves).
+        """Start the thread; the first of the server's addresses that answers is taken, after a loss all are tried.
 
-        Raises ConfigError if the address is malformed.
+        `resolve(timeout_s)` names the address again after a loss (an embedded server moves). Raises ConfigError if an
+        address is malformed.
         """
+        addresses = parse_addresses(server)
         self._identity, self._listener, self._resolve = identity, listener, resolve
         self.standing = Standing()
         self.staging: tuple[Request, ...] = ()
         """What a server that does not know the worker is told of its staging memory, after `standing`."""
+        self.offloads: tuple[tuple[Held, ...], tuple[PutBlob, ...]] = ((), ())
+        """The offload copies that the server knows of, and their blobs; replaced as a whole."""
         self.high: tuple[int, int] | None = None
         self.hellos = 0
-        self._link = Link(address)
+        self._link = Link(addresses[0], keys)
+        self._search = Search(addresses, time.monotonic(), elsewhere=resolve is not None)
         self._numbers = itertools.count(1)
-        self._open: dict[int, _Open] = {}
-        self._unsent: deque[int] = deque()
-        self._commands: deque[tuple[int, _Open | None]] = deque()
+        self._pending = Pending()
+        self._commands: deque[tuple[int, OpenRequest | None]] = deque()
         self._lock = threading.Lock()
         self._over: TensorHubError | None = None
         self._welcome: Future[Welcome] = Future()
@@ -96,7 +93,6 @@ class Session:
         self._greeted = False
         self._hello_due_s = self._heartbeat_due_s = 0.0
         self._heartbeat_s = 1.0
-        self._down_since_s: float | None = time.monotonic()
         self._heard_s = time.monotonic()
         self._greet_again = False
         self._leaving = self._stopping = False
@@ -110,8 +106,13 @@ class Session:
 
     @property
     def address(self) -> str:
-        """Return the address of the server."""
+        """Return the address of the server, or that where it is looked for at the moment."""
         return self._link.address
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Return all addresses at which the server may be."""
+        return self._search.addresses
 
     def silent_s(self) -> float:
         """Return the seconds since the server was heard last."""
@@ -127,7 +128,7 @@ class Session:
             return self._welcome.result(timeout_s)
         except FutureTimeout:
             raise ServerUnreachable(
-                f"no answer from {self.address} within {timeout_s:g} s ({self._link.trouble}): check the address, or "
+                f"no answer from {self._named()} within {timeout_s:g} s ({self._link.trouble}): check the address, or "
                 "start `tensorhub serve`"
             ) from None
 
@@ -158,9 +159,12 @@ class Session:
         if self.answers():
             return DeadlineExceeded(f"{what} was not finished by its deadline; the server at {self.address} answers")
         return ServerUnreachable(
-            f"{what} was not finished by its deadline: {self.address} has been silent for {self.silent_s():.1f} s "
+            f"{what} was not finished by its deadline: {self._named()} has been silent for {self.silent_s():.1f} s "
             f"({self._link.trouble})"
         )
+
+    def _named(self) -> str:
+        return " or ".join(self.addresses if len(self.addresses) > 1 else (self.address,))
 
     def submit(self, message: Request, answer: Answer, *, life: int | None = None) -> int:
         """Send a request and return its number; `answer` hears its reply on the session's thread.
@@ -170,7 +174,7 @@ class Session:
         """
         self.check_alive()
         number = next(self._numbers)
-        entry = _Open(encode(number, message), answer, life)
+        entry = OpenRequest(encode(number, message), answer, life)
         with self._lock:
             if self._over is not None:
                 raise same_error(self._over)
@@ -238,33 +242,37 @@ class Session:
         due_s = self._heartbeat_due_s if self._greeted else self._hello_due_s
         wait_s = min(0.5, due_s - now) if self._link.connected else 0.1
         busy = bool(self._commands) or (self._greet_again and self._greeted)
-        self._link.wait(0.0 if busy else max(0.0, wait_s), writable=bool(self._unsent) and self._greeted)
+        self._link.wait(0.0 if busy else max(0.0, wait_s), writable=self._pending.unsent and self._greeted)
         for event in self._link.events():
-            if event is LinkEvent.DOWN:
-                self._lose()
-                break
-            self._down_since_s = None
-            self._say_hello()
+            self._note(event, time.monotonic())
         while (frames := self._link.receive()) is not None:
             self._handle(frames)
         if self._greet_again and self._greeted:
             self._greet_again = False
             self._say_hello()
         self._take_commands()
-        self._send_waiting()
+        if self._greeted:
+            self._pending.send(self._link.send)
         self._keep_alive(time.monotonic())
 
-    def _lose(self) -> None:
+    def _note(self, event: LinkEvent, now: float) -> None:
+        if event is LinkEvent.UP:
+            self._search.up(now)
+            self._say_hello()
+            return
         self._greeted, self._hello = False, None
-        self._down_since_s = time.monotonic()
-        self._link.renew()
+        if event is LinkEvent.DOWN:
+            self._search.lost(now)
+        elif event is LinkEvent.REJECTED or len(self.addresses) > 1:
+            self._search.turned_away(now)
 
     def _say_hello(self) -> None:
         """Say who we are and what we hold; the answer is the welcome."""
         self._greeted = False
         self._hello = next(self._numbers)
-        hello = hello_of(self._identity, self.standing, self.high)
+        hello = hello_of(self._identity, self.standing, self.high, self.offloads[0], self._search.epoch)
         self._link.send(encode(self._hello, hello))
+        self._search.asked(time.monotonic())
         self._hello_due_s = time.monotonic() + _HELLO_AGAIN_S
 
     def _handle(self, frames: list[bytes]) -> None:
@@ -276,7 +284,13 @@ class Session:
         except MalformedMessage as error:
             self._link.trouble = f"it answers, but not as a TensorHub server: {error}"
             return
+        if isinstance(reply, Welcome | UnknownSession) and not self._search.accepts(reply.server_epoch):
+            self._link.trouble = f"server epoch {reply.server_epoch} is over: {self._search.epoch} was heard of"
+            self._greeted, self._hello = False, None
+            self._search.turned_away(time.monotonic())
+            return
         self._heard_s = time.monotonic()
+        self._search.heard()
         if isinstance(reply, Promise | NothingNewer | Available):
             self.high = max(self.high or (reply.epoch, reply.number), (reply.epoch, reply.number))
         if isinstance(reply, Superseded):
@@ -284,9 +298,7 @@ class Session:
         if header.request == self._hello and self._hello is not None:
             self._greet(reply)
         elif header.request:
-            entry = self._open.pop(header.request, None)
-            if entry is not None:
-                entry.answer(reply)
+            self._pending.answer(header.request, reply)
         elif isinstance(reply, UnknownSession):
             if self._greeted and not self._leaving:
                 self._say_hello()
@@ -304,13 +316,8 @@ class Session:
         self.hellos += 1
         self._heartbeat_s = reply.heartbeat_s
         again = self._welcome.done()
-        for number in [n for n, entry in self._open.items() if self._is_stale(entry)]:
-            del self._open[number]
-        for entry in self._open.values():
-            entry.sent = False
-        standing = self._standing_requests() if again else {}
-        self._unsent = deque([*standing, *self._open])
-        self._open.update(standing)
+        self._search.welcomed(reply.lease_s)
+        self._pending.begin(self.hellos, self._standing_requests() if again else {})
         self._greeted = True
         if again:
             get_logger("client").info("said hello again to %s (server epoch %d)", self.address, reply.server_epoch)
@@ -318,19 +325,16 @@ class Session:
         else:
             self._welcome.set_result(reply)
 
-    def _is_stale(self, entry: _Open) -> bool:
-        return entry.life is not None and entry.life != self.hellos
-
-    def _standing_requests(self) -> dict[int, _Open]:
+    def _standing_requests(self) -> dict[int, OpenRequest]:
         standing = self.standing
-        messages: list[Request] = list(standing.blobs)
+        messages: list[Request] = [*standing.blobs, *self.offloads[1]]
         if standing.register is not None:
             messages.append(standing.register)
             messages += self.staging
-        requests: dict[int, _Open] = {}
+        requests: dict[int, OpenRequest] = {}
         for message in messages:
             number = next(self._numbers)
-            requests[number] = _Open(encode(number, message), self._check_standing, self.hellos)
+            requests[number] = OpenRequest(encode(number, message), self._check_standing, self.hellos)
         return requests
 
     def _check_standing(self, reply: Reply) -> None:
@@ -341,35 +345,28 @@ class Session:
         while self._commands:
             number, entry = self._commands.popleft()
             if entry is None:
-                self._open.pop(number, None)
-            elif not self._is_stale(entry):
-                self._open[number] = entry
-                self._unsent.append(number)
-
-    def _send_waiting(self) -> None:
-        while self._unsent and self._greeted:
-            entry = self._open.get(self._unsent[0])
-            if entry is not None and not entry.sent:
-                if not self._link.send(entry.frames):
-                    return
-                entry.sent = True
-            self._unsent.popleft()
+                self._pending.forget(number)
+            elif not entry.stale(self.hellos):
+                self._pending.add(number, entry)
 
     def _keep_alive(self, now: float) -> None:
         if self._greeted and now >= self._heartbeat_due_s and not self._leaving:
             self._heartbeat_due_s = now + self._heartbeat_s
-            self._link.send(encode(next(self._numbers), Heartbeat()))
+            if self._link.send(encode(next(self._numbers), Heartbeat())):
+                self._search.asked(now)
         elif self._link.connected and not self._greeted and now >= self._hello_due_s:
             self._say_hello()
-        down_s = 0.0 if self._down_since_s is None else now - self._down_since_s
-        if self._resolve is not None and down_s >= _RESOLVE_AFTER_S:
-            self._down_since_s = now
-            self._look_for_server()
+        if self._search.due(now):
+            self._look_for_server(now)
 
-    def _look_for_server(self) -> None:
-        assert self._resolve is not None
+    def _look_for_server(self, now: float) -> None:
+        """Connect anew: where the server was, or where else it may be."""
+        self._greeted, self._hello = False, None
+        address = self._search.next(now)
         try:
-            self._link.renew(self._resolve(5.0))
+            if address is not None and self._resolve is not None:
+                address = self._resolve(5.0)
+            self._link.renew(address)
         except TensorHubError as error:
             self._link.trouble = str(error)
 
@@ -381,9 +378,7 @@ class Session:
         if not self._welcome.done():
             self._welcome.set_exception(same_error(error))
         failure = Failure(error.code, str(error))
-        for entry in list(self._open.values()):
-            entry.answer(failure)
-        self._open.clear()
+        self._pending.fail(failure)
         self._listener.on_over(error)
 
 

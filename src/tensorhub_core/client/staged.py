@@ -113,6 +113,7 @@ class Stager:
         """Fill the staging memory; returns what is in it, and the digest of its checksums."""
         self.withdraw(call.deadline, "stage()")
         room = self._resources.room
+        room.holds = None
         memory = room.open(live, self._limit_bytes)
         try:
             blob = PutBlob(digest_of(room.placement), room.placement)
@@ -129,6 +130,7 @@ class Stager:
             self._offered = False
             return what, self._holding.digest
         self._current, self._copies = what, copies
+        room.holds = (what.key, what.sums)
         self._holding.staged, self._wanted = what.key, call.want is not None
         return what, what.sums.digest
 

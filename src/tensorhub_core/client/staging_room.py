@@ -12,6 +12,8 @@ from tensorhub_core.client.memory import RegisteredMemory
 from tensorhub_core.client.reading import Executor
 from tensorhub_core.client.staged_memory import Arena, StagedMemory, storage_lengths
 from tensorhub_core.errors import StateError
+from tensorhub_core.ids import VersionKey
+from tensorhub_core.state.messages import PutBlob
 from tensorhub_core.transport.base import Transport
 
 
@@ -27,6 +29,8 @@ class StagingRoom:
         self.memory: StagedMemory | None = None
         self.placement: bytes = b""
         """Tells peers where the staging memory lies."""
+        self.holds: tuple[VersionKey, PutBlob] | None = None
+        """The version that is there, and its checksums."""
 
     @property
     def executor(self) -> Executor:
@@ -79,7 +83,7 @@ class StagingRoom:
         If that cannot be made sure, raises what went wrong and keeps the memory for good.
         """
         arena, executor, transport = self._arena, self._executor, self._transport
-        self._arena = self._executor = self._transport = self.memory = None
+        self._arena = self._executor = self._transport = self.memory = self.holds = None
         try:
             if executor is not None:
                 executor.close()

@@ -16,6 +16,7 @@ from tensorhub_core.client.access import SourceBook
 from tensorhub_core.client.driver import CheckCallback, ProgressCallback
 from tensorhub_core.client.holding import Holding
 from tensorhub_core.client.identity import Identity, checked
+from tensorhub_core.client.leaving import Leaving
 from tensorhub_core.client.mailbox import Mailbox
 from tensorhub_core.client.memory import RegisteredMemory
 from tensorhub_core.client.resources import Resources
@@ -32,7 +33,6 @@ from tensorhub_core.ids import VersionKey
 from tensorhub_core.layout.canonical import digest_of
 from tensorhub_core.layout.types import Box
 from tensorhub_core.observe.counters import WorkerCounters
-from tensorhub_core.observe.log import get_logger
 from tensorhub_core.state.messages import (
     Available,
     Cancel,
@@ -49,7 +49,6 @@ from tensorhub_core.state.messages import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_LEAVE_S = 1.0
 _CLOSE_BUSY_S = 35.0
 
 
@@ -65,10 +64,12 @@ class Worker:
         self.counters: WorkerCounters = mailbox.counters
         self._identity, self._config = identity, config
         self._resources, self._session, self._mailbox = resources, resources.session, mailbox
+        mailbox.offloads = resources.offloads
         self._holding = Holding()
         self._book: SourceBook | None = None
         self._runner = RoundRunner(resources, mailbox, self._holding, prefix=config.verify == "always")
         self._stager = Stager(self._runner, resources, self._holding, config.staging_bytes)
+        self._leaving = Leaving(identity, resources, self._holding, self._stager, self._runner)
         self._lock = threading.Lock()
         self._running = ""
         self._closed = False
@@ -128,7 +129,8 @@ class Worker:
         """Commit not to change the registered memory, which holds `version`: readable by everyone from now on.
 
         Publishing it again changes nothing. `fresh=True`: every tensor was rewritten after a broken replicate. Raises
-        StateError, VersionConflict (the number is taken or too old), RegistrationError (a tensor was moved).
+        StateError, VersionConflict (the number is taken or too old), RegistrationError (a tensor was moved),
+        ConfigError (the version will be retained, and `offload_limit_bytes` has no room for a copy of it).
         """
         number = number_of(version)
         with self._exclusively("publish", unmoved=True):
@@ -142,11 +144,12 @@ class Worker:
             sums, life = PutBlob(digest_of(blob), blob), self._session.hellos
             self._session.request(sums, deadline)
             held_epoch = self._holding.held_epoch(number, fresh)
+            offer = Publish(number, sums.digest, held_epoch, self._resources.offloads.room_bytes())
             try:
-                reply = self._session.request(Publish(number, sums.digest, held_epoch), deadline)
+                reply = self._session.request(offer, deadline)
             except BaseException as error:
                 if not isinstance(error, TensorHubError) or isinstance(error, DeadlineExceeded | ServerUnreachable):
-                    self._runner.take_back_uncertain()
+                    self._runner.take_back_uncertain((number, sums))
                 raise
             assert isinstance(reply, Published)
             self._holding.now_published((reply.epoch, reply.number))
@@ -158,8 +161,9 @@ class Worker:
     def unpublish(self, timeout_s: float | None = None) -> None:
         """Take the copy back; returns when no reader can see the memory any more, at once if nothing is published.
 
-        Raises DeadlineExceeded after `timeout_s` (None = the setting `call_timeout_s`): the copy stays draining, no new
-        reader comes, and calling again goes on waiting.
+        Where this replica is the last reliable holder of a retained version, that is first copied into host memory.
+        Raises DeadlineExceeded after `timeout_s` (None = the setting `call_timeout_s`), and ConfigError or StateError
+        if there is no room for the copy: the version stays draining, no new reader comes, and calling again goes on.
         """
         with self._exclusively("unpublish"):
             if self._holding.held is None and not self._holding.published:
@@ -260,9 +264,22 @@ class Worker:
         rows = sorted(reply.rows, key=lambda row: (row.epoch, row.number))
         return [VersionInfo(Version(r.number, r.epoch), r.whole, r.retained, r.replicas, r.total_bytes) for r in rows]
 
+    def hand_over(self, timeout_s: float | None = None) -> None:
+        """Wait until no retained version depends on this replica, which is about to leave; `close()` does it too.
+
+        Nobody relies on it from now on. Raises DeadlineExceeded after `timeout_s` (None = the setting `handover_s`),
+        VersionUnavailable if there is nobody to hand over to.
+        """
+        with self._exclusively("hand_over"):
+            self._leaving.hand_over(self._deadline(self._config.handover_s if timeout_s is None else timeout_s))
+
     def close(self) -> None:
-        """Take the copy back, waiting up to `close_timeout_s` for its readers, and leave; idempotent, bounded."""
-        self._close(self._config.close_timeout_s)
+        """Hand over what is retained here, take the copy back, and leave; idempotent, bounded.
+
+        Others get `handover_s` to become holders, after which a warning names what they did not take over; readers of
+        the copy get `close_timeout_s`.
+        """
+        self._close(hurry=False)
 
     def __enter__(self) -> Self:
         return self
@@ -270,7 +287,7 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close(self._close_s(hurry=kind is not None))
+        self._close(hurry=kind is not None)
 
     # --- how --------------------------------------------------------------------------------------------------------
 
@@ -354,7 +371,7 @@ class Worker:
         epoch = self._mailbox.newest()[0].stream_epoch
         return (epoch if high is None else max(epoch, high[0]), number_of(version))
 
-    def _close(self, drain_s: float) -> None:
+    def _close(self, hurry: bool) -> None:
         if self._closed and not self._finalizer.alive:
             return
         if os.getpid() != self._session.pid:
@@ -365,21 +382,13 @@ class Worker:
         self._mailbox.interrupt(StateError("the worker was closed"))
         acquired = self._lock.acquire(timeout=_CLOSE_BUSY_S)
         try:
-            self._drain_and_leave(drain_s)
+            self._hand_over_and_leave(hurry)
         finally:
             self._finalizer()
             if acquired:
                 self._lock.release()
 
-    def _drain_and_leave(self, drain_s: float) -> None:
-        session = self._session
-        if not session.answers() or self._mailbox.over is not None:
-            return
-        deadline = self._deadline(drain_s)
-        self._stager.let_go(deadline)
-        if self._holding.published:
-            try:
-                session.result(self._runner.drain.begin()[0], deadline, "unpublish()")
-            except TensorHubError as error:
-                get_logger("client").warning("closed while version %s had readers: %s", self.version, error)
-        session.leave(_LEAVE_S)
+    def _hand_over_and_leave(self, hurry: bool) -> None:
+        if self._session.answers() and self._mailbox.over is None:
+            drain_s, handover_s = self._close_s(hurry), self._config.handover_s
+            self._leaving.leave(min(handover_s, drain_s) if hurry else handover_s, drain_s)
