@@ -101,6 +101,10 @@ class Holding:
         """Note that the copy is being taken back."""
         self.draining = True
 
+    def now_refused(self) -> None:
+        """Note that the server has refused to take the copy back: it is offered as before."""
+        self.draining = False
+
     def now_withdrawn(self, *, keep: bool) -> None:
         """Note that nobody sees the copy any more; unless `keep`, the caller may change the memory from now on."""
         self.held = self.held if keep else None

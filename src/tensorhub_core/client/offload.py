@@ -63,6 +63,8 @@ class _Entry:
     sums: PutBlob | None = None
     total_bytes: int = 0
     memory: OffloadMemory | None = None
+    roomy: bool = False
+    """It has its share of what the limit allows."""
     whole: bool = False
     id: str = ""
     dropped: bool = False
@@ -90,7 +92,7 @@ class Offloads:
 
     def held_bytes(self) -> int:
         """Return the host memory that copies take now, finished or not."""
-        return sum(entry.total_bytes for entry in list(self._entries))
+        return sum(entry.total_bytes for entry in list(self._entries) if entry.roomy)
 
     def room_bytes(self) -> int | None:
         """Return the host memory that copies may still take, None if there is no limit."""
@@ -165,7 +167,7 @@ class Offloads:
         helds: list[Held] = []
         blobs: list[PutBlob] = []
         for entry in self._entries:
-            if entry.id and not entry.dropped and entry.memory is not None:
+            if entry.whole and not entry.dropped and entry.memory is not None:
                 helds.append(entry.memory.held)
                 blobs += [b for b in (entry.layout, entry.sums, entry.memory.placement) if b is not None]
         self._session.offloads = (tuple(helds), tuple(blobs))
@@ -240,6 +242,7 @@ class Offloads:
             return False
         with self._changed:
             entry.whole, entry.original = True, None
+            self._tell_hellos()  # before it is offered: a server that has taken it knows it, whatever we hear
         text = "version %d was copied into host memory (%d bytes, %.3f s): this replica was the last to hold it"
         get_logger("client").info(text, entry.key[1], entry.total_bytes, time.monotonic() - begun_s)
         return True
@@ -265,20 +268,21 @@ class Offloads:
     def _wait_for_room(self, entry: _Entry) -> None:
         """Wait until the limit allows the copy; other copies that are about to go may have to go first."""
         end_s, limit_bytes = time.monotonic() + self._policy.patience_s, self._policy.limit_bytes
-        while not entry.dropped and limit_bytes is not None and self.held_bytes() > limit_bytes:
+        while not entry.dropped and limit_bytes is not None and entry.total_bytes > limit_bytes - self.held_bytes():
             with self._changed:
-                alone, free = len(self._entries) == 1, self._to_free.popleft() if self._to_free else None
+                free = self._to_free.popleft() if self._to_free else None
                 if free is None:
-                    left_s = end_s - time.monotonic()
-                    if alone or left_s <= 0:
+                    left_s, others_bytes = end_s - time.monotonic(), self.held_bytes()
+                    if not others_bytes or left_s <= 0:
                         raise ConfigError(
                             f"that takes {entry.total_bytes:,} bytes, and offload_limit_bytes = {limit_bytes:,} allows "
-                            f"{max(0, limit_bytes - self.held_bytes() + entry.total_bytes):,}: raise it, set "
-                            "retain = 0 on the server, or run `tensorhub seed --keep`"
+                            f"{max(0, limit_bytes - others_bytes):,}: raise it, set retain = 0 on the server, or run "
+                            "`tensorhub seed --keep`"
                         )
                     self._changed.wait(min(left_s, _LOOK_EVERY_S))
             if free is not None:
                 self._free(free)
+        entry.roomy = True
         available = available_bytes()
         if available is not None and entry.total_bytes > available:
             raise StateError(f"that takes {entry.total_bytes:,} bytes of host memory, {available:,} are available")
@@ -297,7 +301,6 @@ class Offloads:
             if isinstance(reply, OffloadKept) and not entry.dropped:
                 self.made += int(not entry.id)
                 entry.id = reply.copy
-                self._tell_hellos()
             elif not isinstance(reply, OffloadKept) and asked == entry.asked and not entry.id:
                 with contextlib.suppress(TensorHubError):
                     checked(reply)

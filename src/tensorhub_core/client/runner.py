@@ -123,7 +123,12 @@ class RoundRunner:
         future, begun = self.drain.begin()
         self._mailbox.counters.drains += int(begun)
         self._holding.now_draining()
-        future.add_done_callback(lambda reply: done(error_of(reply.result())))
+        future.add_done_callback(lambda reply: self._withdraw_ended(error_of(reply.result()), done))
+
+    def _withdraw_ended(self, error: TensorHubError | None, done: Callable[[BaseException | None], None]) -> None:
+        if error is not None:
+            self._holding.now_refused()
+        done(error)
 
     def _conclude(self, driver: RoundDriver, end: End) -> Version:
         """Note how a round of the registered memory ended; return the version or raise its error."""

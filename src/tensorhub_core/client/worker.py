@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from tensorhub_core.client.access import SourceBook
+from tensorhub_core.client.drain import error_of
 from tensorhub_core.client.driver import CheckCallback, ProgressCallback
 from tensorhub_core.client.holding import Holding
 from tensorhub_core.client.identity import Identity, checked
@@ -162,8 +163,9 @@ class Worker:
         """Take the copy back; returns when no reader can see the memory any more, at once if nothing is published.
 
         Where this replica is the last reliable holder of a retained version, that is first copied into host memory.
-        Raises DeadlineExceeded after `timeout_s` (None = the setting `call_timeout_s`), and ConfigError or StateError
-        if there is no room for the copy: the version stays draining, no new reader comes, and calling again goes on.
+        Raises DeadlineExceeded after `timeout_s` (None = the setting `call_timeout_s`): the copy stays draining, no new
+        reader comes, and calling again goes on waiting. Raises ConfigError or StateError if there is no room for the
+        copy that has to be made: then the version stays published, and calling again tries again.
         """
         with self._exclusively("unpublish"):
             if self._holding.held is None and not self._holding.published:
@@ -171,7 +173,10 @@ class Worker:
             future, begun = self._runner.drain.begin()
             self.counters.drains += int(begun)
             self._holding.now_draining()
-            checked(self._session.result(future, self._deadline(timeout_s), "unpublish()"))
+            reply = self._session.result(future, self._deadline(timeout_s), "unpublish()")
+            if error_of(reply) is not None:
+                self._holding.now_refused()
+            checked(reply)
             self._holding.now_withdrawn(keep=False)
 
     # --- reading ----------------------------------------------------------------------------------------------------
