@@ -22,6 +22,7 @@ from tensorhub_core.state.messages import GetStatus, StatusReply
 from tensorhub_core.transport.host import Host, rdma_devices
 from tensorhub_core.transport.paths import Side, forecast
 from tensorhub_core.transport.registry import TRANSPORTS, why_unavailable
+from tensorhub_core.wire.curve import client_keys
 
 _FEW_FILES = 1024
 _PACKAGES = ("tensorhub-core", "nixl", "torch", "numpy", "pyzmq")
@@ -159,7 +160,8 @@ def examine_server(server: str | None) -> ServerFinding:
     address = server
     try:
         address, settings = existing_server(server)
-        reply = ask(address, GetStatus(), timeout_s=settings.client.connect_timeout_s)
+        client = settings.client
+        reply = ask(address, GetStatus(), timeout_s=client.connect_timeout_s, keys=client_keys(client))
     except TensorHubError as error:
         return ServerFinding(address, False, None, (), " ".join(str(error).split()))
     if not isinstance(reply, StatusReply):

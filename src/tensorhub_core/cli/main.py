@@ -12,11 +12,13 @@ from tensorhub_core.errors import TensorHubError
 
 COMMANDS = {
     "serve": "Run the reference server.",
+    "keygen": "Make the keys of a server and its clients.",
     "status": "Show models, versions, replicas and who reads from whom.",
     "publish": "Serve a checkpoint folder as a version until stopped.",
     "pull": "Write a version from live replicas to a folder.",
     "doctor": "Say which transports work on this machine.",
     "demo": "Move versions from a trainer to three readers on this machine, for 15 seconds.",
+    "replay": "Check the invariants of a server's life that was recorded.",
     "bench": "Measure this machine's transfer rates.",
 }
 """Each command is the object of its own name in `tensorhub_core.cli.NAME`; what is not installed is not listed."""

@@ -19,6 +19,7 @@ from tensorhub_core.layout.canonical import decode_layout
 from tensorhub_core.layout.types import Layout
 from tensorhub_core.settings import load_settings
 from tensorhub_core.state.messages import Blob, DescribeVersion, GetBlob, VersionLayouts
+from tensorhub_core.wire.curve import ClientKeys, client_keys
 
 _LEAST_SEGMENT_BYTES = 4096
 
@@ -47,7 +48,7 @@ def pull(
     Stop()
     target = check_target(out)
     address, settings = existing_server(server)
-    inventory = find_inventory(address, model, version, settings.client.connect_timeout_s)
+    inventory = find_inventory(address, model, version, settings.client.connect_timeout_s, client_keys(settings.client))
     tensors, total_bytes = allocate(inventory, target)
     split_shards(tensors, max_shard_bytes)  # refuses what cannot be stored before anything is transferred
     segment_bytes = max(_LEAST_SEGMENT_BYTES, inventory.segment_bytes)
@@ -69,21 +70,23 @@ def pull(
     click.echo(f"pulled {model} {int(got)} to {target}")
 
 
-def find_inventory(address: str, model: str, version: int | None, timeout_s: float) -> Inventory:
+def find_inventory(
+    address: str, model: str, version: int | None, timeout_s: float, keys: ClientKeys | None = None
+) -> Inventory:
     """Ask the server who holds the version (None = latest) in which layouts, and return its whole tensors.
 
     Raises VersionUnavailable if nobody holds it whole, LayoutMismatch if its layouts do not add up to whole tensors.
     """
-    described = ask(address, DescribeVersion(version), timeout_s=timeout_s, model=model)
+    described = ask(address, DescribeVersion(version), timeout_s=timeout_s, model=model, keys=keys)
     if not isinstance(described, VersionLayouts):
         raise TensorHubError(f"the server at {address} answered with {type(described).__name__}")
     digests = {held.layout for held in described.layouts}
-    layouts = {digest: _layout(address, model, digest, timeout_s) for digest in digests}
+    layouts = {digest: _layout(address, model, digest, timeout_s, keys) for digest in digests}
     return take_inventory([HeldBy(held.replica, layouts[held.layout]) for held in described.layouts])
 
 
-def _layout(address: str, model: str, digest: bytes, timeout_s: float) -> Layout:
-    blob = ask(address, GetBlob(digest), timeout_s=timeout_s, model=model)
+def _layout(address: str, model: str, digest: bytes, timeout_s: float, keys: ClientKeys | None) -> Layout:
+    blob = ask(address, GetBlob(digest), timeout_s=timeout_s, model=model, keys=keys)
     if not isinstance(blob, Blob):
         raise TensorHubError(f"the server at {address} answered with {type(blob).__name__}")
     return decode_layout(blob.data)

@@ -20,6 +20,7 @@ from tensorhub_core.cli.common import existing_server, printable, server_option
 from tensorhub_core.client.oneshot import ask
 from tensorhub_core.errors import ServerUnreachable, TensorHubError
 from tensorhub_core.state.messages import GetStatus, ModelStatus, ReplicaStatus, ShardStatus, StatusReply
+from tensorhub_core.wire.curve import ClientKeys, client_keys
 
 WATCH_EVERY_S = 1.0
 _STYLES = {"published": "green", "filling": "cyan", "draining": "yellow", "suspected": "red", "dirty": "red"}
@@ -34,18 +35,18 @@ _BAR_CELLS = 10
 def status(model: str | None, watch: bool, as_json: bool, server: str | None) -> None:
     """Show models, versions, replicas, shards, progress, who reads from whom, and bytes per second."""
     address, settings = existing_server(server)
-    timeout_s = settings.client.connect_timeout_s
+    timeout_s, keys = settings.client.connect_timeout_s, client_keys(settings.client)
     if not watch:
-        reply = fetch(address, model, timeout_s)
+        reply = fetch(address, model, timeout_s, keys)
         print_json(address, reply, indent=2) if as_json else Console().print(render(address, reply))
         return
     with contextlib.suppress(KeyboardInterrupt):
-        watch_status(address, model, timeout_s, as_json)
+        watch_status(address, model, timeout_s, as_json, keys)
 
 
-def fetch(address: str, model: str | None, timeout_s: float) -> StatusReply:
+def fetch(address: str, model: str | None, timeout_s: float, keys: ClientKeys | None = None) -> StatusReply:
     """Ask the server; raises TensorHubError if it does not know the model."""
-    reply = ask(address, GetStatus(model), timeout_s=timeout_s)
+    reply = ask(address, GetStatus(model), timeout_s=timeout_s, keys=keys)
     if not isinstance(reply, StatusReply):
         raise TensorHubError(f"the server at {address} answered with {type(reply).__name__}")
     if model is not None and not reply.models:
@@ -53,17 +54,19 @@ def fetch(address: str, model: str | None, timeout_s: float) -> StatusReply:
     return reply
 
 
-def watch_status(address: str, model: str | None, timeout_s: float, as_json: bool) -> None:
+def watch_status(
+    address: str, model: str | None, timeout_s: float, as_json: bool, keys: ClientKeys | None = None
+) -> None:
     """Show the status again and again; a server that is away for a while does not end it."""
-    fetch(address, None, timeout_s)
+    fetch(address, None, timeout_s, keys)
     if as_json:
-        for reply in replies(address, model, timeout_s):
+        for reply in replies(address, model, timeout_s, keys):
             if isinstance(reply, StatusReply):
                 print_json(address, reply, indent=None)
         return
     console = Console()
     with Live(console=console, auto_refresh=False, transient=False) as live:
-        for reply in replies(address, model, timeout_s):
+        for reply in replies(address, model, timeout_s, keys):
             shown = Text(str(reply), style="red") if isinstance(reply, TensorHubError) else render(address, reply)
             if console.is_terminal:
                 live.update(shown, refresh=True)
@@ -71,12 +74,14 @@ def watch_status(address: str, model: str | None, timeout_s: float, as_json: boo
                 console.print(shown)
 
 
-def replies(address: str, model: str | None, timeout_s: float) -> Iterator[StatusReply | TensorHubError]:
+def replies(
+    address: str, model: str | None, timeout_s: float, keys: ClientKeys | None = None
+) -> Iterator[StatusReply | TensorHubError]:
     """Yield a reply, or what is wrong, every second."""
     while True:
         started = time.monotonic()
         try:
-            reply = ask(address, GetStatus(model), timeout_s=timeout_s)
+            reply = ask(address, GetStatus(model), timeout_s=timeout_s, keys=keys)
             if isinstance(reply, StatusReply):
                 yield reply
         except ServerUnreachable as error:

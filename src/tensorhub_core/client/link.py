@@ -12,9 +12,11 @@ from enum import Enum
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from tensorhub_core.client.search import MOST_ADDRESSES
 from tensorhub_core.errors import ConfigError, TransportError
 from tensorhub_core.limits import ZMQ_FILES, check_files, no_files
 from tensorhub_core.wire.codec import MAX_MESSAGE_BYTES
+from tensorhub_core.wire.curve import ClientKeys, protect
 
 _EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -32,6 +34,11 @@ class LinkEvent(Enum):
 
     UP = "up"
     DOWN = "down"
+    """A connection that stood is gone."""
+    REFUSED = "refused"
+    """Nobody listens, for the moment: ZeroMQ tries again by itself."""
+    REJECTED = "rejected"
+    """Somebody listens who does not let this client in; ZeroMQ may not try again."""
 
 
 @dataclass(slots=True)
@@ -47,12 +54,14 @@ class Link:
     belong to one thread.
     """
 
-    def __init__(self, address: str) -> None:
-        """Begin to connect; raises ConfigError if the address is malformed, TransportError if files run out."""
-        if not isinstance(address, str):
-            raise ConfigError(f"{address!r} is not an address: write tcp://HOST:PORT")
+    def __init__(self, address: str, keys: ClientKeys | None = None) -> None:
+        """Begin to connect, by CURVE if there are `keys`.
+
+        Raises ConfigError if the address is malformed, TransportError if files run out.
+        """
         self.address = address
-        self.trouble = "no connection"
+        self._keys = keys
+        self._troubles: dict[str, str] = {}
         self.connected = False
         check_files(ZMQ_FILES, "a connection to the server")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -65,6 +74,20 @@ class Link:
         except BaseException:
             self._end()
             raise
+
+    @property
+    def trouble(self) -> str:
+        """Say what is wrong with the connection, at each address that was tried."""
+        if len(self._troubles) > 1:
+            return "; ".join(f"{address}: {text}" for address, text in self._troubles.items())
+        return next(iter(self._troubles.values()), "no connection")
+
+    @trouble.setter
+    def trouble(self, text: str) -> None:
+        self._troubles.pop(self.address, None)
+        self._troubles[self.address] = text
+        if len(self._troubles) > MOST_ADDRESSES:
+            del self._troubles[next(iter(self._troubles))]
 
     def _open(self, address: str) -> _Sockets:
         """Begin to connect by new sockets; raises ConfigError, or TransportError if there are no files for them."""
@@ -91,6 +114,7 @@ class Link:
         dealer.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
         dealer.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
         dealer.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+        protect(dealer, address, self._keys)
         try:
             monitor: zmq.Socket[bytes] = dealer.get_monitor_socket(_EVENTS)
         except zmq.ZMQError as error:
@@ -141,19 +165,45 @@ class Link:
                 message = recv_monitor_message(self._sockets.monitor, zmq.NOBLOCK)
             except zmq.Again:
                 return found
-            event, value = message["event"], message["value"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.connected = True
-                found.append(LinkEvent.UP)
-            elif event == zmq.EVENT_DISCONNECTED:
-                self.connected = False
-                self.trouble = "the connection was closed"
-                found.append(LinkEvent.DOWN)
-            elif event == zmq.EVENT_CLOSED:
-                self.trouble = "the connection was refused"
-            else:
-                self.trouble = f"the peer does not speak ZeroMQ ({zmq.Event(event).name}, {value})"
+            found.append(self._event(message["event"], message["value"]))
         return found
+
+    def _event(self, event: int, value: int) -> LinkEvent:
+        """Note what ZeroMQ tells; return what it means."""
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.connected = True
+            self._troubles.clear()
+            return LinkEvent.UP
+        if event == zmq.EVENT_DISCONNECTED:
+            if not self.connected:
+                return LinkEvent.REJECTED
+            self.connected = False
+            self.trouble = "the connection was closed"
+            return LinkEvent.DOWN
+        if event == zmq.EVENT_CLOSED:
+            self.trouble = "the connection was refused"
+            return LinkEvent.REFUSED
+        self.trouble = self._rejection(event, value)
+        return LinkEvent.REJECTED
+
+    def _rejection(self, event: int, value: int) -> str:
+        """Say why the handshake failed, as far as ZeroMQ tells."""
+        known = self._troubles.get(self.address, "")
+        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and known.startswith("it speaks"):
+            return known  # of two events the one that says more
+        keys = self._keys if self.address.startswith("tcp://") else None
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            key = "" if keys is None else f" {keys.public.decode()}"
+            return f"it refused this client's key{key}: add its certificate to the server's curve_clients folder"
+        if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            if keys is None:
+                return "it speaks CURVE, this client without it: set curve_server and curve_client"
+            return "it speaks without CURVE, this client with it: start it with curve_secret, or unset curve_server"
+        if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            return f"the peer does not speak ZeroMQ ({zmq.Event(event).name}, {value})"
+        if keys is None:
+            return "it closed the connection in the handshake: it is no TensorHub server, or one that speaks CURVE"
+        return "it closed the connection in the handshake: curve_server is not its key, or it speaks without CURVE"
 
     def send(self, frames: list[bytes]) -> bool:
         """Send a message if there is a connection with room for it; tell whether it was sent."""

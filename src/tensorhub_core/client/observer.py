@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
@@ -146,7 +146,7 @@ class Observer:
 
 
 def observe(
-    server: str | None = None, *, model: str, settings: Mapping[str, object] | Settings | None = None
+    server: str | Sequence[str] | None = None, *, model: str, settings: Mapping[str, object] | Settings | None = None
 ) -> Observer:
     """Connect as an observer of `model`; arguments and errors as of `connect()`. Any thread."""
     filled = load_settings(settings)

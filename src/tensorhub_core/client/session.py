@@ -78,7 +78,7 @@ class Session:
         self.staging: tuple[Request, ...] = ()
         """What a server that does not know the worker is told of its staging memory, after `standing`."""
         self.offloads: tuple[tuple[Held, ...], tuple[PutBlob, ...]] = ((), ())
-        """The offload copies that the server knows of, and their blobs; replaced as a whole."""
+        """The offload copies that a hello names, and their blobs; replaced as a whole."""
         self.high: tuple[int, int] | None = None
         self.hellos = 0
         self._link = Link(addresses[0], keys)

@@ -16,18 +16,21 @@ from collections.abc import Callable
 import zmq
 
 from tensorhub_core.clock import Clock
-from tensorhub_core.errors import ProtocolMismatch, TensorHubError
+from tensorhub_core.errors import ProtocolMismatch, StateError, TensorHubError
 from tensorhub_core.ids import SessionId
 from tensorhub_core.limits import ZMQ_FILES, check_files
 from tensorhub_core.observe.log import get_logger
 from tensorhub_core.server.counters import Counters, RateLimitedLog
-from tensorhub_core.server.options import bind_router
+from tensorhub_core.server.gate import Gate
+from tensorhub_core.server.journal import Journal
+from tensorhub_core.server.options import bind_router, is_open
 from tensorhub_core.server.outbox import Delivery, Outbox
 from tensorhub_core.state.events import Disconnected, Drop, Effect, Event, Log, Received, Send, Tick
 from tensorhub_core.state.machine import step
 from tensorhub_core.state.messages import PROTOCOL, Failure, Hello, Reply
 from tensorhub_core.state.records import MachineConfig, ServerState
 from tensorhub_core.wire.codec import MalformedMessage, decode_request, split
+from tensorhub_core.wire.curve import ServerKeys
 
 Watch = Callable[[float], bool]
 """Asked now and then with the monotonic time; True ends the loop."""
@@ -39,8 +42,20 @@ FAILED_TICK_PAUSE_S = 0.1
 MACHINE_LINES = 200
 """Lines of one level that the machine may log in five seconds: clients that come and go must not fill a disk."""
 MOST_WAIT_S = 10.0
+OPEN = "%s can be reached from other machines, by anybody: set curve_secret and curve_clients (`tensorhub keygen`)"
 _FRAMES_OF_A_MESSAGE = 2
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+class Outdated(StateError):
+    """A client has heard of a later life of the server: this one decides nothing any more."""
+
+    def __init__(self, own: int, heard: int) -> None:
+        super().__init__(
+            f"a worker has heard of server epoch {heard}, and this server's is {own}: a later one serves, so that this"
+            " one stops (or this machine's clock went back: start it again later, or with --lock)"
+        )
+        self.heard = heard
 
 
 class ServerLoop:
@@ -50,7 +65,16 @@ class ServerLoop:
     Raises AddressInUse or ConfigError naming the address if it cannot be bound, TransportError if files run out.
     """
 
-    def __init__(self, config: MachineConfig, bind: str, *, clock: Clock, logger: logging.Logger | None = None) -> None:
+    def __init__(
+        self,
+        config: MachineConfig,
+        bind: str,
+        *,
+        clock: Clock,
+        logger: logging.Logger | None = None,
+        keys: ServerKeys | None = None,
+        journal: Journal | None = None,
+    ) -> None:
         self.counters = Counters()
         self.state = ServerState.new(config, clock.now())
         self._clock = clock
@@ -60,12 +84,23 @@ class ServerLoop:
         self._tick_not_before = clock.now()
         check_files(ZMQ_FILES, f"a server at {bind}")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gate = None if keys is None else Gate(self._context, keys, self._limited)
         try:
-            self._bound = bind_router(self._context, bind)
+            self._bound = bind_router(self._context, bind, keys)
         except BaseException:
+            if self._gate is not None:
+                self._gate.close()
             self._context.term()
             raise
         self._router = self._bound.socket
+        if self._gate is not None:
+            self._gate.watch(self._router)
+        elif is_open(self.address):
+            self._logger.warning(OPEN, self.address)
+        self._journal = journal
+        if journal is not None:
+            journal.begin(config, self.state.started_s)
+        self._outdated_by: int | None = None
         self._outbox = Outbox(self._router)
         self._stopping = False
         self._wake_read, self._wake_write = os.pipe()
@@ -83,20 +118,26 @@ class ServerLoop:
             os.write(self._wake_write, b"x")
 
     def run(self, watch: Watch | None = None) -> None:
-        """Serve until `stop` is called or `watch` says so."""
+        """Serve until `stop` is called or `watch` says so; raises Outdated when a client knows a later server."""
         poller = zmq.Poller()
+        if self._gate is not None:
+            self._gate.register(poller)
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
         watch_at = self._clock.now()
         while not self._stopping:
             poller.poll(self._timeout_ms(None if watch is None else watch_at))
-            self._receive_batch()
             now = self._clock.now()
-            self._tick_if_due(now)
-            if watch is not None and now >= watch_at:
+            if watch is not None and now >= watch_at:  # first, so that nothing is decided after a long pause
                 watch_at = now + WATCH_EVERY_S
                 if watch(now):
                     return
+            if self._gate is not None:
+                self._gate.turn(now)
+            self._receive_batch()
+            self._tick_if_due(self._clock.now())
+        if self._outdated_by is not None:
+            raise Outdated(self.state.config.server_epoch, self._outdated_by)
 
     def workers(self) -> int:
         """Return how many workers (observers not counted) the server knows."""
@@ -106,8 +147,12 @@ class ServerLoop:
         """Close the socket; what was not sent yet is lost. Idempotent, after `run` has returned."""
         if self._wake_read < 0:
             return
+        if self._gate is not None:
+            self._gate.close()
         self._bound.close()
         self._context.term()
+        if self._journal is not None:
+            self._journal.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
         self._wake_read = -1
@@ -135,6 +180,8 @@ class ServerLoop:
 
     def _receive_batch(self) -> None:
         for _ in range(BATCH):
+            if self._stopping:
+                return
             try:
                 session = SessionId(self._router.recv(zmq.NOBLOCK))
                 frames = self._rest_of_message()
@@ -182,9 +229,11 @@ class ServerLoop:
         lost: set[SessionId] = set()
         events: deque[Event] = deque([event])
         while events:
-            current = events.popleft()
+            current, now = events.popleft(), self._clock.now()
+            if self._journal is not None:
+                self._journal.append(now, current, self.state.counter)
             try:
-                self.state, effects = step(self.state, current, self._clock.now())
+                self.state, effects = step(self.state, current, now)
             except Exception as error:  # no message may end the server; the counter makes the fault visible
                 effects = self._step_failed(current, error)
             for effect in effects:
@@ -215,6 +264,8 @@ class ServerLoop:
         elif isinstance(effect, Log):
             level = _LEVELS.get(effect.level, logging.INFO)
             self._limited.log(f"machine {effect.level}", level, effect.text, self._clock.now(), most=MACHINE_LINES)
+        else:
+            self._outdated_by, self._stopping = effect.epoch, True
         return None
 
     def _answer(self, session: SessionId, request: int, message: Reply) -> bool:

@@ -15,6 +15,7 @@ from tensorhub_core.errors import AddressInUse, ConfigError
 from tensorhub_core.server.files import accepts, free_lock, take_lock
 from tensorhub_core.state.records import MachineConfig
 from tensorhub_core.wire.codec import MAX_MESSAGE_BYTES
+from tensorhub_core.wire.curve import ServerKeys, guard
 
 RECEIVE_QUEUE = 32
 """Complete messages read ahead from one connection: a flood is held back by TCP, not stored."""
@@ -36,6 +37,12 @@ def machine_config(server: ServerConfig, server_epoch: int) -> MachineConfig:
     )
 
 
+def is_open(address: str) -> bool:
+    """Tell whether others than this machine's processes can reach a bound address."""
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return address.startswith("tcp://") and not (host.startswith("127.") or host in ("::1", "localhost"))
+
+
 @dataclass(slots=True)
 class BoundSocket:
     """A listening ROUTER socket and its real address (with the port it got for port 0)."""
@@ -53,8 +60,11 @@ class BoundSocket:
             self._lock = None
 
 
-def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> BoundSocket:
-    """Listen on `address` (`tcp://HOST:PORT` or `ipc://PATH`); raises AddressInUse or ConfigError naming it."""
+def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str, keys: ServerKeys | None = None) -> BoundSocket:
+    """Listen on `address` (`tcp://HOST:PORT` or `ipc://PATH`), on tcp with `keys` in CURVE only.
+
+    Raises AddressInUse or ConfigError naming the address.
+    """
     scheme, _, rest = address.partition("://")
     if scheme not in ("tcp", "ipc") or not rest:
         raise ConfigError(f"cannot listen on {address!r}: write tcp://HOST:PORT or ipc://PATH")
@@ -62,6 +72,7 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> BoundS
     router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     try:
         _set_options(router, ipv6="[" in rest)
+        guard(router, address, keys)
         router.bind(f"tcp://{_numeric(rest)}" if scheme == "tcp" else address)
     except (zmq.ZMQError, OSError) as error:
         router.close(linger=0)

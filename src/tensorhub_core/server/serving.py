@@ -7,16 +7,20 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tensorhub_core.clock import SystemClock
-from tensorhub_core.errors import TensorHubError
+from tensorhub_core.config import ServerConfig
+from tensorhub_core.errors import ConfigError, TensorHubError
 from tensorhub_core.observe.log import get_logger
 from tensorhub_core.server.counters import Counters
+from tensorhub_core.server.journal import Journal
 from tensorhub_core.server.loop import ServerLoop
 from tensorhub_core.server.options import machine_config
 from tensorhub_core.settings import Settings, load_settings
+from tensorhub_core.wire.curve import ServerKeys, server_keys
 
 JOIN_TIMEOUT_S = 10.0
 
@@ -95,5 +99,21 @@ def serve(
         server = dataclasses.replace(settings.server, **given)
     else:
         server = load_settings({**(settings or {}), **given}).server
-    config = machine_config(server, epoch_now())
-    return Server(ServerLoop(config, bind, clock=SystemClock()))
+    return Server(make_loop(server, bind, epoch_now(), server_keys(server)))
+
+
+def make_loop(server: ServerConfig, bind: str, epoch: int, keys: ServerKeys | None) -> ServerLoop:
+    """Listen on `bind` as life `epoch` of a server with these settings; raises AddressInUse or ConfigError."""
+    config = machine_config(server, epoch)
+    journal = None
+    if server.journal is not None:
+        try:
+            journal = Journal(Path(server.journal), server.journal_limit_bytes, get_logger("server"))
+        except OSError as error:
+            raise ConfigError(f"the journal {server.journal} cannot be written: {error.strerror or error}") from None
+    try:
+        return ServerLoop(config, bind, clock=SystemClock(), keys=keys, journal=journal)
+    except BaseException:
+        if journal is not None:
+            journal.close()
+        raise
