@@ -243,6 +243,8 @@ def pushed(s: Step, message: Reply) -> None:
     elif isinstance(message, SourceSlow) and message.lease in ours:
         if state.phase is Phase.READING and state.running:
             s.effects.append(Abandon(lease_of(state, message.lease), message.reason, "slow"))
+        elif state.phase in (Phase.PLANNING, Phase.WITHDRAWING, Phase.ENTERING):
+            state.lost[message.lease] = "slow"
     elif isinstance(message, SourceProgress) and message.lease in ours:
         state.prefixes[message.lease] = max(message.prefix, state.prefixes.get(message.lease, 0))
         if message.whole:
@@ -275,4 +277,7 @@ def conclude_leaving(s: Step, reply: Reply) -> None:
     if isinstance(reply, NothingNewer) and state.done_asked and (reply.epoch, reply.number) == state.key:
         return s.end(End(key=state.key, published=state.offer))
     uncertain = state.done_asked not in (0, state.asked)
-    s.end(End(error=state.ending, dirty=state.touched, uncertain=uncertain))
+    error = state.ending
+    if isinstance(reply, Failure) and isinstance(error, DeadlineExceeded) and reply.code == DeadlineExceeded.code:
+        error = DeadlineExceeded(reply.message)  # it says who holds the version
+    s.end(End(error=error, dirty=state.touched, uncertain=uncertain))

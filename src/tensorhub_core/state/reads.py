@@ -98,6 +98,7 @@ def relocate(s: Step, worker: Worker, request: int, m: Relocate) -> None:
         if lease is None or lease.reader != worker.id:
             continue
         avoid[lease.copy] = trouble.kind
+        current.tried[lease.copy] = s.holder(s.state.copies[lease.copy]).replica
         s.log("warning", blame(s, group, worker, lease.copy, trouble.kind))
     seek_sources(s, group, worker, request, current, rereads=False)
 
@@ -197,7 +198,8 @@ def leave_round(s: Step, worker: Worker, request: int, m: LeaveRound) -> None:
     s.reply(worker, request, Ok())
     if current is None or current.verdict is not None or worker.shard not in current.joined:
         return
-    text = f"shard {worker.shard} left the round: {m.message}{where(s, s.group(worker), current)}"
+    who = "" if s.group(worker).num_shards == 1 else f"shard {worker.shard} left the round: "
+    text = f"{who}{m.message}{where(s, s.group(worker), current)}"
     abort(s, s.group(worker), current, error_from_wire(m.code, text), told=worker.shard)
 
 

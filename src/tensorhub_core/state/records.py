@@ -41,6 +41,8 @@ class MachineConfig:
     max_deferred: int = 64
     worth_waiting_bytes: int = 16 << 20
     """A smaller shard is read from a busy holder sooner than from a reader that has yet to begin."""
+    begin_within_s: float = 5.0
+    """A promised reader that has not begun by then is no source any more if there is a better one."""
     retain: int = 0
     retain_models: tuple[tuple[str, int], ...] = ()
     """Newest whole versions of a model that no client's call may lose (law L11), and those of models by name."""
@@ -204,7 +206,8 @@ class Round:
     """One replicate / update / stage / install by all shards of a replica (law L2).
 
     `key` is the promise; `verdict` how the round ended, kept until every shard has heard it. `avoid` holds, per
-    shard, the copies that failed it and how; `told_slow` those it was told to leave because they are slow.
+    shard, the copies that failed it and how, `tried` whose they were; `told_slow` those it was told to leave because
+    they are slow, `told_late` because their holders had not begun.
     """
 
     number: int
@@ -215,6 +218,8 @@ class Round:
     leases: dict[int, list[LeaseId]] = field(default_factory=dict)
     avoid: dict[int, dict[CopyId, str]] = field(default_factory=dict)
     told_slow: dict[int, set[CopyId]] = field(default_factory=dict)
+    told_late: dict[int, set[CopyId]] = field(default_factory=dict)
+    tried: dict[CopyId, ReplicaName] = field(default_factory=dict)
     verdict: Message | None = None
     unheard: set[int] = field(default_factory=set)
     join_by_s: float | None = None

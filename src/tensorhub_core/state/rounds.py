@@ -226,10 +226,7 @@ def no_source_left(s: Step, group: Group, worker: Worker, current: Round) -> Ten
     model = s.model(worker)
     assert current.key is not None
     tried = current.avoid.get(worker.shard, {})
-    story = []
-    for copy_id, kind in tried.items():
-        copy = s.state.copies.get(copy_id)
-        story.append(f"{'gone' if copy is None else s.holder(copy).replica}: {kind}")
+    story = [f"{current.tried.get(copy_id, 'somebody')}: {kind}" for copy_id, kind in tried.items()]
     text = (
         f"version {show(current.key)} of model {model.name!r} lost its last source for {group.replica}/{worker.shard} "
         f"(tried: {'; '.join(story) or 'none'}; {describe_holders(s, model, current.key)})"

@@ -83,17 +83,38 @@ def filling_copies(s: Step, model: ModelState, key: VersionKey, reader: Worker) 
     return found
 
 
+def is_late(s: Step, copy: Copy) -> bool:
+    """Tell whether the holder of a promised copy has put off filling it for so long that nobody should wait for it."""
+    return copy.state is CopyState.AWAITED and s.now - copy.started_s >= s.state.config.begin_within_s
+
+
+def held_up(s: Step, copies: Collection[Copy]) -> set[CopyId]:
+    """Return the late ones of some copies of a version, and the unfinished ones that follow them."""
+    ahead = [copy for copy in copies if is_late(s, copy)]
+    found = {copy.id for copy in ahead}
+    while ahead:
+        copy = ahead.pop()
+        for lease_id in copy.leases:
+            follower = s.state.workers[s.state.leases[lease_id].reader].unfinished()
+            if follower is not None and follower.key == copy.key and follower.id not in found:
+                found.add(follower.id)
+                ahead.append(follower)
+    return found
+
+
 def choose_copies(s: Step, group: Group, reader: Worker, current: Round, promised: bool) -> list[Copy]:
     """Choose the copies a shard reads the round's version from; empty if there are none.
 
     Several of the reader's own layout hold the same bytes, each of them all; those of another layout are the shards of
-    one replica. Sources that failed the shard are left out, unless they were only slow and there is no other.
+    one replica. Sources that failed the shard are left out, unless they were only slow and there is no other; so are
+    those that get nothing themselves before somebody begins who is late.
     """
     if current.key is None or reader.memory is None:
         return []
     avoid = current.avoid.get(reader.shard, {})
     dead = {copy for copy, kind in avoid.items() if kind != "slow"}
-    for left_out in (set(avoid), dead) if len(dead) < len(avoid) else (dead,):
+    waits = held_up(s, filling_copies(s, s.model(reader), current.key, reader))
+    for left_out in dict.fromkeys(map(frozenset, ({*avoid, *waits}, {*dead, *waits}, dead))):
         copies = choose_among(s, group, reader, current.key, promised, left_out)
         if copies:
             return copies

@@ -1,7 +1,11 @@
-"""Tell readers to leave a source that is far slower than what others of the version read from.
+"""Tell readers to leave a source that is far slower than what others of the version read from, or that never begins.
 
 A reader of several sources compares them itself. For one of a single source the server compares readers: it tells each
 at most once per source and round, and at most twice in all, for a reader that stays slow is slow itself.
+
+Who queues behind a reader that was promised the version, but does not begin to fill it, is told at most once per
+source. Only one at a time is told, and only who follows that reader directly, first of all the one nearest to a whole
+copy: the others of the queue follow on, or are sent to its end, so that they do not all meet at the same holder.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from tensorhub_core.schedule.speed import is_slow
 from tensorhub_core.state.context import Step
 from tensorhub_core.state.messages import SourceSlow
 from tensorhub_core.state.records import Copy, CopyState, ModelState, Round, Worker
-from tensorhub_core.state.sourcing import choose_among
+from tensorhub_core.state.sourcing import choose_among, held_up, is_late
 
 _MOST_TOLD = 2
 _MOST_READERS = 1
@@ -33,6 +37,28 @@ def tell_stragglers(s: Step, model: ModelState) -> None:
             source = only_source(s, copy)
             if source is not None and source.id not in slow:
                 tell(s, copy, source, key, blamed | slow.keys())
+        tell_queued(s, key, copies)
+
+
+def tell_queued(s: Step, key: VersionKey, copies: list[Copy]) -> None:
+    """Tell one reader that is ready to leave the source that it waits for in vain, if there is another."""
+    waiting = held_up(s, copies)
+    for copy in sorted(copies, key=lambda copy: (copy.depth, copy.id)) if waiting else ():
+        source = only_source(s, copy)
+        if copy.state is not CopyState.FILLING or source is None or not is_late(s, source):
+            continue
+        reader = s.holder(copy)
+        current = s.group(reader).open_round()
+        if current is None or current.key != key or not reads_now(current, reader):
+            continue
+        told, avoid = current.told_late.setdefault(reader.shard, set()), current.avoid.get(reader.shard, {})
+        if source.id in told or not choose_among(s, s.group(reader), reader, key, True, {*avoid, *waiting}):
+            continue
+        told.add(source.id)
+        whose = s.holder(source).replica
+        text = f"{whose} has not begun to fill it for {s.now - source.started_s:.1f} s"
+        s.log("info", f"{reader.replica}/{reader.shard} is sent to another source of version {key[1]}: {text}")
+        return s.push(reader, SourceSlow(current.number, next(iter(reader.leases)), text))
 
 
 def only_source(s: Step, copy: Copy) -> Copy | None:
