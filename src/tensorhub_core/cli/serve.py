@@ -22,7 +22,8 @@ from tensorhub_core.wire.curve import server_keys
 
 @click.command()
 @click.option("--bind", metavar="ADDRESS", help=f"Address to listen on; port 0 takes a free one. [{DEFAULT_BIND}]")
-@click.option("--retain", type=int, help="Newest whole versions that no client's call may lose. [0]")
+@click.option("--retain", type=int, help="Newest whole versions that no client's call may lose; 0 is off. [1]")
+@click.option("--retain-model", multiple=True, metavar="NAME=N", help="Another number for one model; repeatable.")
 @click.option("--lease-s", type=float, help="Seconds without a heartbeat after which a worker is suspected. [5]")
 @click.option("--heartbeat-s", type=float, help="Seconds between two heartbeats of a worker. [1]")
 @click.option("--grace-s", type=float, help="Seconds after a restart in which the server only listens. [one lease]")
@@ -35,13 +36,13 @@ from tensorhub_core.wire.curve import server_keys
 @click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Least severe message. [info]"
 )
-def serve(lock: Path | None, **options: object) -> None:
+def serve(lock: Path | None, retain_model: tuple[str, ...], **options: object) -> None:
     """Run the reference server until SIGTERM or Ctrl-C.
 
     The first line on stdout is `listening on ADDRESS`; messages go to stderr. With --lock it first waits, without
     listening, until no other server holds the lock of FILE: a standby.
     """
-    server = load_settings(cli=options).server
+    server = load_settings(cli={**options, "retain_models": ",".join(retain_model) or None}).server
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     get_logger().setLevel(server.log_level.upper())
     allow_many_connections()

@@ -25,15 +25,15 @@ DEAD_AFTER_LEASES = 3.0
 
 
 def machine_config(server: ServerConfig, server_epoch: int) -> MachineConfig:
-    """Return the machine's constants for one server life; raises ConfigError for what this release cannot do."""
-    if server.retain:
-        raise ConfigError(f"retain = {server.retain}: this release keeps no versions back, only retain = 0 is possible")
+    """Return the machine's constants for one server life; raises ConfigError for impossible `retain_models`."""
     return MachineConfig(
         server_epoch=server_epoch,
         lease_s=server.lease_s,
         heartbeat_s=server.heartbeat_s,
         grace_s=server.lease_s if server.grace_s is None else server.grace_s,
         dead_after_s=DEAD_AFTER_LEASES * server.lease_s,
+        retain=server.retain,
+        retain_models=retained_by_model(server.retain_models),
     )
 
 
@@ -41,6 +41,18 @@ def is_open(address: str) -> bool:
     """Tell whether others than this machine's processes can reach a bound address."""
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     return address.startswith("tcp://") and not (host.startswith("127.") or host in ("::1", "localhost"))
+
+
+def retained_by_model(text: str) -> tuple[tuple[str, int], ...]:
+    """Read `retain_models`: NAME=N for models of their own, between commas; raises ConfigError naming the part."""
+    found: dict[str, int] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, number = (piece.strip() for piece in part.rpartition("="))
+        if not (name and equals and number.isascii() and number.isdecimal()):
+            raise ConfigError(f"retain_models must be NAME=N with N of at least 0, between commas, not {part!r}")
+        if found.setdefault(name, int(number)) != int(number):
+            raise ConfigError(f"retain_models names {name!r} twice: {found[name]} and {int(number)}")
+    return tuple(sorted(found.items()))
 
 
 @dataclass(slots=True)

@@ -83,6 +83,7 @@ def serve(
     bind: str = "tcp://127.0.0.1:0",
     *,
     retain: int | None = None,
+    retain_models: Mapping[str, int] | None = None,
     lease_s: float | None = None,
     heartbeat_s: float | None = None,
     grace_s: float | None = None,
@@ -90,11 +91,15 @@ def serve(
 ) -> Server:
     """Start a reference server in a thread of this process and return it listening; None = the setting's value.
 
+    The newest `retain` versions of a model stay reachable, or another number of those that `retain_models` names.
+
     Raises AddressInUse if another process listens on `bind`, ConfigError for impossible addresses and values. Any
     thread may call it.
     """
     values = {"retain": retain, "lease_s": lease_s, "heartbeat_s": heartbeat_s, "grace_s": grace_s}
     given: dict[str, Any] = {key: value for key, value in values.items() if value is not None}
+    if retain_models is not None:
+        given["retain_models"] = ",".join(f"{name}={number}" for name, number in retain_models.items())
     if isinstance(settings, Settings):
         server = dataclasses.replace(settings.server, **given)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tensorhub_core.errors import TensorHubError
-from tensorhub_core.ids import ModelName, ReplicaName, SessionId, WorkerId
+from tensorhub_core.ids import ModelName, ReplicaName, SessionId, VersionKey, WorkerId
 from tensorhub_core.state.events import Drop, Effect, Log, Send
 from tensorhub_core.state.messages import Failure, Reply
 from tensorhub_core.state.records import Copy, Group, ModelState, ServerState, Worker
@@ -27,6 +27,10 @@ class Step:
     effects: list[Effect] = field(default_factory=list)
     touched: set[ModelName] = field(default_factory=set)
     touched_groups: set[tuple[ModelName, ReplicaName]] = field(default_factory=set)
+    changed: set[tuple[ModelName, ReplicaName, VersionKey]] = field(default_factory=set)
+    """Replicas whose copies of a version have changed, or whether they can be relied on (law L11)."""
+    kept: set[ModelName] = field(default_factory=set)
+    """Models of which it has to be decided again who keeps what."""
 
     def reply(self, worker: Worker, request: int, message: Reply) -> None:
         """Answer a request of a worker, if it can be reached."""
@@ -59,6 +63,10 @@ class Step:
     def touch(self, worker: Worker) -> None:
         """Look at the round of the worker's group again when the step ends."""
         self.touched_groups.add((worker.model, worker.replica))
+
+    def note(self, worker: Worker, key: VersionKey) -> None:
+        """Look again when the step ends at how the worker's replica keeps a version."""
+        self.changed.add((worker.model, worker.replica, key))
 
     def model(self, worker: Worker) -> ModelState:
         """Return the worker's model."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from tensorhub_core.ids import CopyId
 from tensorhub_core.schedule.sources import MOST_RAW_SOURCES
+from tensorhub_core.state.invariants_retention import RETENTION_LAWS
 from tensorhub_core.state.records import UNFINISHED, CopyState, Group, ModelState, ServerState
 
 
@@ -181,4 +182,5 @@ LAWS: tuple[Callable[[ServerState], Iterator[str]], ...] = (
     l13_nothing_is_overwritten_before_all_have_staged,
     l1_what_is_staged_was_whole_before,
     l14_no_circles,
+    *RETENTION_LAWS,
 )

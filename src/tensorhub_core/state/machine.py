@@ -7,8 +7,8 @@ changed in place and returned; whoever wants to keep the old one (the walker) co
 from __future__ import annotations
 
 from tensorhub_core.errors import DeadlineExceeded, StateError
-from tensorhub_core.ids import SessionId
-from tensorhub_core.state import blobs, membership, reads, rounds, staging, status, stragglers, versions
+from tensorhub_core.ids import ModelName, SessionId
+from tensorhub_core.state import blobs, membership, reads, retention, rounds, staging, status, stragglers, versions
 from tensorhub_core.state.context import Step, failure
 from tensorhub_core.state.events import Disconnected, Effect, Event, Outdated, Received, Send, Tick
 from tensorhub_core.state.leases import settle_drains
@@ -20,12 +20,15 @@ from tensorhub_core.state.messages import (
     Filling,
     GetBlob,
     GetStatus,
+    HandOver,
     Heartbeat,
     Hello,
     JoinRound,
     Leave,
     LeaveRound,
     ListVersions,
+    Offloaded,
+    OffloadFailed,
     Ok,
     Publish,
     PutBlob,
@@ -43,7 +46,7 @@ from tensorhub_core.state.records import MOST_SERVER_EPOCH, MachineConfig, Serve
 __all__ = ["MachineConfig", "ServerState", "step"]
 
 _OF_SHARDS = (
-    *(Register, RegisterStaging, Publish, Unpublish, Unstage),
+    *(Register, RegisterStaging, Publish, Unpublish, Unstage, Offloaded, OffloadFailed, HandOver),
     *(JoinRound, Filling, Announce, Relocate, Done, LeaveRound),
 )
 """What an observer, which holds no shard, cannot ask."""
@@ -57,6 +60,7 @@ def step(state: ServerState, event: Event, now: float) -> tuple[ServerState, lis
     state.now_s = now
     if was_listening and not state.in_grace(now):
         s.touched.update(state.models)
+        retention.after_grace(s)
     if isinstance(event, Received):
         receive(s, event.session, event.request, event.message)
     elif isinstance(event, Tick):
@@ -112,6 +116,12 @@ def dispatch(s: Step, worker: Worker, request: int, message: Request) -> None:
             versions.publish(s, worker, request, message)
         case Unpublish():
             versions.unpublish(s, worker, request, message)
+        case Offloaded():
+            retention.offloaded(s, worker, request, message)
+        case OffloadFailed():
+            retention.offload_failed(s, worker, request, message)
+        case HandOver():
+            retention.hand_over(s, worker, request, message)
         case Unstage():
             staging.unstage(s, worker, request, message)
         case JoinRound():
@@ -165,15 +175,24 @@ def tick(s: Step) -> None:
 def settle(s: Step) -> None:
     """Answer what waits for conditions, until nothing moves any more.
 
-    Rounds come before drains: a reader that has lost its source may need a draining copy (law L3).
+    Who keeps a version is decided first: readers wait for one that will be offered again. Rounds come before drains: a
+    reader that has lost its source may need a draining copy (law L3).
     """
-    while s.touched or s.touched_groups:
+    looked: set[ModelName] = set()
+    while s.changed or s.kept or s.touched or s.touched_groups:
+        if s.changed or s.kept:
+            retention.settle(s)
         if s.touched:
             model = s.state.models[s.touched.pop()]
+            looked.add(model.name)
             s.touched_groups.update((model.name, g.replica) for g in model.groups.values() if g.open_round())
             model.waiting = versions.settle_waits(s, model, model.waiting)
         if s.touched_groups:
             name, replica = s.touched_groups.pop()
+            looked.add(name)
             rounds.settle_round(s, s.state.models[name], replica)
-        if not s.touched and not s.touched_groups and s.state.draining:
-            settle_drains(s)
+        if not s.touched and not s.touched_groups:
+            s.kept.update(name for name in looked if retention.is_at_work(s.state.models[name]))
+            looked.clear()
+            if s.state.draining and not s.kept and not s.changed:
+                settle_drains(s)

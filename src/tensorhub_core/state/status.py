@@ -5,12 +5,15 @@ from __future__ import annotations
 from tensorhub_core.errors import VersionUnavailable
 from tensorhub_core.ids import VersionKey
 from tensorhub_core.state.context import Step
+from tensorhub_core.state.keeping import custodians, is_retained
 from tensorhub_core.state.messages import (
     DescribeVersion,
+    DrainStatus,
     GetStatus,
     HeldLayout,
     ListVersions,
     ModelStatus,
+    OffloadStatus,
     ReplicaStatus,
     ShardStatus,
     StatusReply,
@@ -19,7 +22,7 @@ from tensorhub_core.state.messages import (
     Versions,
     VersionStatus,
 )
-from tensorhub_core.state.records import CopyState, Group, ModelState, Worker
+from tensorhub_core.state.records import OFFERED, CopyState, Group, ModelState, Worker
 from tensorhub_core.state.sourcing import describe_holders
 from tensorhub_core.state.versions import current_epoch, latest, offered_at, show, whole_groups
 
@@ -29,7 +32,7 @@ _STATE_NAMES = {
     CopyState.PUBLISHED: "published",
     CopyState.DRAINING: "draining",
 }
-_LOUDEST = ("suspected", "dirty", "draining", "filling", "idle", "published")
+_LOUDEST = ("suspected", "dirty", "draining", "filling", "offload", "idle", "published")
 
 
 def describe_version(s: Step, worker: Worker, request: int, m: DescribeVersion) -> None:
@@ -37,6 +40,8 @@ def describe_version(s: Step, worker: Worker, request: int, m: DescribeVersion) 
     model = s.model(worker)
     key = latest(model) if m.want is None else (current_epoch(model), m.want)
     groups = [] if key is None else sorted(whole_groups(s, model, key), key=lambda g: g.replica)
+    if key is not None and not groups:
+        groups = custodians(s, model, key)  # it will be offered again in a moment
     if key is None or not groups:
         text = f"version {'latest' if key is None else show(key)} of model {model.name!r} is not whole anywhere; "
         return s.fail(worker, request, VersionUnavailable(text + describe_holders(s, model, key or (0, 0))))
@@ -44,7 +49,7 @@ def describe_version(s: Step, worker: Worker, request: int, m: DescribeVersion) 
         HeldLayout(group.replica, w.shard, group.num_shards, copy.memory.layout)
         for group in groups
         for w in s.members(group)
-        if (copy := w.copy_of(key, (CopyState.PUBLISHED,))) is not None
+        if (copy := w.copy_of(key, OFFERED)) is not None
     )
     s.reply(worker, request, VersionLayouts(*key, layouts))
 
@@ -56,7 +61,7 @@ def held_keys(s: Step, model: ModelState) -> list[VersionKey]:
         for group in model.groups.values()
         for w in s.members(group)
         for copy in w.copies()
-        if copy.state in (CopyState.PUBLISHED, CopyState.DRAINING)
+        if copy.state in OFFERED
     }
     return sorted(keys)
 
@@ -68,7 +73,8 @@ def list_versions(s: Step, worker: Worker, request: int, _: ListVersions) -> Non
     for key in held_keys(s, model):
         replicas = tuple(sorted(g.replica for g in model.groups.values() if offered_at(s, g, key)))
         record = model.versions.get(key)
-        rows.append(VersionRow(*key, bool(replicas), False, replicas, 0 if record is None else record.total_bytes))
+        retained = record is not None and is_retained(model, record)
+        rows.append(VersionRow(*key, bool(replicas), retained, replicas, 0 if record is None else record.total_bytes))
     s.reply(worker, request, Versions(tuple(rows)))
 
 
@@ -78,12 +84,12 @@ def shard_state(worker: Worker) -> str:
         return "suspected"
     if worker.copy is not None:
         return _STATE_NAMES[worker.copy.state]
-    return "dirty" if worker.dirty else "idle"
+    return "dirty" if worker.dirty else "offload" if worker.offloads else "idle"
 
 
 def shard_status(s: Step, worker: Worker) -> ShardStatus:
     """Describe a shard."""
-    copy = worker.copy
+    copy = worker.copy or max(worker.offloads, key=lambda kept: kept.key, default=None)
     total_bytes = 0 if worker.memory is None else worker.memory.total_bytes
     state = shard_state(worker)
     if copy is None:
@@ -110,11 +116,18 @@ def model_status(s: Step, model: ModelState) -> ModelStatus:
     versions = []
     for key in held_keys(s, model):
         replicas = tuple(sorted(g.replica for g in model.groups.values() if offered_at(s, g, key)))
-        versions.append(VersionStatus(key[1], bool(replicas), False, replicas))
+        record = model.versions.get(key)
+        retained = record is not None and is_retained(model, record)
+        versions.append(VersionStatus(key[1], bool(replicas), retained, replicas))
     replicas_status = tuple(replica_status(s, model.groups[name]) for name in sorted(model.groups))
     newest = latest(model)
     number = None if newest is None else newest[1]
-    return ModelStatus(model.name, model.stream, current_epoch(model), number, tuple(versions), replicas_status)
+    drain = DrainStatus(model.drains.count, model.drains.total_s, model.drains.max_s)
+    kept = [c.memory.total_bytes for g in model.groups.values() for w in s.members(g) for c in w.offloads]
+    offload = OffloadStatus(model.offloads_made, model.offloads_dropped, sum(kept))
+    return ModelStatus(
+        model.name, model.stream, current_epoch(model), number, tuple(versions), replicas_status, drain, offload
+    )
 
 
 def get_status(s: Step, worker: Worker, request: int, m: GetStatus) -> None:

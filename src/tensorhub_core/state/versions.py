@@ -8,6 +8,7 @@ from itertools import islice
 from tensorhub_core.errors import StateError, TensorHubError, VersionConflict
 from tensorhub_core.ids import Digest, VersionKey
 from tensorhub_core.state.context import Step
+from tensorhub_core.state.keeping import check_room, kept_copies
 from tensorhub_core.state.leases import add_copy, drop_copy, new_copy_id
 from tensorhub_core.state.messages import Available, Ok, Publish, Published, Unpublish, Wait
 from tensorhub_core.state.records import (
@@ -28,10 +29,9 @@ def show(key: VersionKey | None) -> str:
 
 
 def whole_at(s: Step, group: Group, key: VersionKey) -> bool:
-    """Tell whether every shard of the replica publishes the version (law L1)."""
-    return len(group.members) == group.num_shards and all(
-        w.copy is not None and w.copy.key == key and w.copy.state is CopyState.PUBLISHED for w in s.members(group)
-    )
+    """Tell whether every shard of the replica publishes the version, in registered or offload memory (law L1)."""
+    copies = kept_copies(s, group, key)
+    return bool(copies) and all(copy.state is CopyState.PUBLISHED for copy in copies)
 
 
 def offered_at(s: Step, group: Group, key: VersionKey) -> bool:
@@ -140,6 +140,7 @@ def publish(s: Step, worker: Worker, request: int, m: Publish) -> None:
             key = creation_key(model, worker, m.number)
             if not (copy is not None and copy.key == key and copy.state is not CopyState.FILLING):
                 check_creation(model, worker, key, memory.layout, sums)
+                check_room(s, worker, memory, m.room_bytes)
         else:
             key = (m.held_epoch, m.number)
         check_publishable(model, worker, key, memory, sums)
@@ -149,6 +150,7 @@ def publish(s: Step, worker: Worker, request: int, m: Publish) -> None:
         if copy is not None:
             drop_copy(s, copy, "published")
         put_copy(s, worker, key, memory, sums)
+    worker.room_bytes = m.room_bytes
     s.reply(worker, request, Published(*key))
 
 
@@ -195,7 +197,8 @@ def note_whole(s: Step, group: Group, key: VersionKey) -> None:
     if not record.was_whole:
         s.touched.add(model.name)
     note_offered(s, model, key)
-    record.total_bytes = sum(w.memory.total_bytes for w in s.members(group) if w.memory is not None)
+    s.changed.add((model.name, group.replica, key))
+    record.total_bytes = sum(copy.memory.total_bytes for copy in kept_copies(s, group, key))
     if not record.was_whole:
         record.was_whole = True
         s.log("info", f"model {model.name!r}: version {show(key)} is whole at {group.replica!r}")
@@ -222,9 +225,13 @@ def unpublish(s: Step, worker: Worker, request: int, _: Unpublish) -> None:
         return s.reply(worker, request, Ok())
     if worker.unpublish_request is not None and worker.unpublish_request != request:
         s.fail(worker, worker.unpublish_request, StateError("another unpublish() has taken over"))
-    copy.state = CopyState.DRAINING
-    worker.unpublish_request = request
-    s.state.draining.add(copy.id)
+    if copy.state is CopyState.PUBLISHED:
+        copy.state, copy.draining_since_s = CopyState.DRAINING, s.now
+        s.state.draining.add(copy.id)
+    worker.unpublish_request, worker.offload_asked, worker.offload_failed = request, None, None
+    model = s.model(worker)
+    model.stuck.discard(worker.id)
+    s.note(worker, copy.key)
     s.touch(worker)
 
 

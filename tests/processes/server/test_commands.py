@@ -64,6 +64,8 @@ SHAPE = {
                     ],
                 }
             ],
+            "drain": {"count": int, "total_s": float, "max_s": float},
+            "offload": {"made": int, "dropped": int, "bytes": int},
         }
     ],
 }
@@ -126,7 +128,7 @@ def test_json_has_exactly_the_documented_shape(busy: ServerProcess) -> None:
     assert document["server"]["address"] == busy.address
     policy = next(model for model in document["models"] if model["model"] == "policy")
     assert (policy["stream"], policy["latest"]) == ("run-1", 7)
-    assert policy["versions"] == [{"version": 7, "whole": True, "retained": False, "replicas": ["trainer"]}]
+    assert policy["versions"] == [{"version": 7, "whole": True, "retained": True, "replicas": ["trainer"]}]
     replicas = {replica["replica"]: replica for replica in policy["replicas"]}
     assert set(replicas) == {"trainer", "rollout-1"}
     assert (replicas["trainer"]["zone"], replicas["trainer"]["host"]) == ("east", "node-1")
@@ -182,7 +184,8 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     [
         (["serve", "--lease-s", "-1"], {}, "lease_s"),
         (["serve", "--lease-s", "1", "--heartbeat-s", "1"], {}, "heartbeat_s"),
-        (["serve", "--retain", "3"], {}, "retain"),
+        (["serve", "--retain", "-1"], {}, "retain"),
+        (["serve", "--retain-model", "critic"], {}, "retain_models"),
         (["serve"], {"TENSORHUB_LEASES_S": "3"}, "lease_s"),
         (["status"], {"TENSORHUB_CONFIG": "/no/such/file.toml"}, "/no/such/file.toml"),
     ],

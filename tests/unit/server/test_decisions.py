@@ -11,6 +11,7 @@ import pytest
 
 from tensorhub_core.config import ServerConfig
 from tensorhub_core.errors import ConfigError
+from tensorhub_core.ids import ModelName
 from tensorhub_core.server.counters import RateLimitedLog
 from tensorhub_core.server.embedded import read_record, runtime_folder
 from tensorhub_core.server.files import accepts, free_lock, same_file, take_lock, write_atomically
@@ -206,6 +207,12 @@ def test_the_machine_gets_the_settings_and_a_grace_of_one_lease() -> None:
     assert machine_config(ServerConfig(grace_s=30.0), 1).grace_s == 30.0
 
 
-def test_what_this_release_cannot_retain_is_refused() -> None:
-    with pytest.raises(ConfigError, match="retain = 2"):
-        machine_config(ServerConfig(retain=2), 1)
+def test_how_many_versions_are_retained_can_be_said_by_model() -> None:
+    config = machine_config(ServerConfig(retain=2, retain_models=" critic=0, a=b=3 ,"), 1)
+    assert [config.retain_of(ModelName(name)) for name in ("policy", "critic", "a=b")] == [2, 0, 3]
+
+
+@pytest.mark.parametrize("text", ["critic", "critic=", "=1", "critic=-1", "critic=one", "a=1,a=2", "a=1.5"])
+def test_impossible_numbers_of_versions_by_model_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="retain_models"):
+        machine_config(ServerConfig(retain_models=text), 1)
