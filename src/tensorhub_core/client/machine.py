@@ -159,7 +159,7 @@ def refused(s: Step, error: TensorHubError) -> None:
 def plan_failed(s: Step, error: BaseException, lease: str) -> None:
     """Look for another source if one could not be described, else give up before a byte is written."""
     if lease:
-        s.state.lost[lease] = "unreachable"
+        s.state.lost[lease], s.state.details[lease] = "unreachable", str(error)
         return relocate_lost(s)
     leave(s, error)
 
@@ -204,7 +204,7 @@ def read_ended(s: Step, outcome: ReadOutcome) -> None:
     elif state.replan:
         plan(s, keep=True)
     elif outcome.end is ReadEnd.SOURCE_FAILED:
-        relocate(s, [(outcome.lease, outcome.kind)], outcome.detail)
+        relocate(s, [(outcome.lease, outcome.kind, outcome.detail)])
     else:
         leave(s, StateError("the read was cancelled"))
 

@@ -19,7 +19,7 @@ from tensorhub_core.client.rounds import (
     Withdraw,
 )
 from tensorhub_core.errors import CorruptTransfer, StateError, TensorHubError, VersionUnavailable
-from tensorhub_core.state.bounds import MOST_TEXT
+from tensorhub_core.state.bounds import MOST_DETAIL, MOST_TEXT
 from tensorhub_core.state.messages import (
     Done,
     Filling,
@@ -159,26 +159,33 @@ def read(s: Step) -> None:
 
 def relocate_lost(s: Step) -> None:
     """Ask for other sources in place of the lost ones."""
-    kinds = [(lease, reason if reason in KINDS else "lost") for lease, reason in s.state.lost.items()]
-    relocate(s, kinds, "; ".join(sorted(set(s.state.lost.values()))))
+    details = s.state.details
+    relocate(s, [(lease, reason, details.get(lease, "")) for lease, reason in s.state.lost.items()])
 
 
-def relocate(s: Step, failures: Sequence[tuple[str, str]], detail: str) -> None:
-    """Ask for other sources of the same version, a bounded number of times."""
+def relocate(s: Step, failures: Sequence[tuple[str, str, str]]) -> None:
+    """Ask for other sources of the same version, a bounded number of times.
+
+    A failure is a lease, its kind or the server's reason, and what exactly failed.
+    """
     state = s.state
     state.fruitless += 1
     state.relocations += 1
     current = {lease_of(state, source.lease): source.lease for source in state.sources}
-    reports = [(current.get(lease, lease), kind if kind in KINDS else "lost") for lease, kind in failures]
+    reports = [
+        LeaseFailure(current.get(lease, lease), kind if kind in KINDS else "lost", detail[:MOST_DETAIL])  # type: ignore[arg-type]
+        for lease, kind, detail in failures
+    ]
     if state.fruitless > MAX_FRUITLESS or state.relocations > MAX_RELOCATIONS:
-        corrupt = any(kind == "corrupt" for _, kind in reports)
+        corrupt = any(report.kind == "corrupt" for report in reports)
+        why = "; ".join(sorted({detail or kind for _, kind, detail in failures}))
         error: TensorHubError = (CorruptTransfer if corrupt else VersionUnavailable)(
-            f"gave up after {state.relocations} changes of source; the last one failed: {detail or reports}"
+            f"gave up after {state.relocations} changes of source; the last one failed: {why}"
         )
         return leave(s, error)
     state.lost.clear()
-    message = Relocate(state.number, tuple(LeaseFailure(lease, kind) for lease, kind in reports))  # type: ignore[arg-type]
-    s.ask(message, Phase.RELOCATING)
+    state.details.clear()
+    s.ask(Relocate(state.number, tuple(reports)), Phase.RELOCATING)
 
 
 def confirm(s: Step) -> None:

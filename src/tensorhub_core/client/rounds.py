@@ -53,6 +53,8 @@ class RoundState:
     key: VersionKey | None = None
     sources: tuple[Source, ...] = ()
     lost: dict[str, str] = field(default_factory=dict)
+    details: dict[str, str] = field(default_factory=dict)
+    """Of some lost leases: what exactly failed, where `lost` says no more than the kind."""
     prefixes: dict[str, int] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
     aliases: dict[str, str] = field(default_factory=dict)

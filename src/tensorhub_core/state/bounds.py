@@ -14,6 +14,10 @@ MOST_TEXT = 1 << 14
 
 BlobDigest = Annotated[bytes, msgspec.Meta(max_length=64)]
 """The digest of a blob."""
+MOST_DETAIL = 512
+"""Characters of what a reader says about one source that failed it: it is repeated in errors of all shards."""
+Detail = Annotated[str, msgspec.Meta(max_length=MOST_DETAIL)]
+"""What exactly failed."""
 Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
 """An error's text."""
 Id = Annotated[str, msgspec.Meta(max_length=256)]

@@ -22,7 +22,7 @@ from tensorhub_core.state.messages import (
     Relocate,
 )
 from tensorhub_core.state.records import Copy, CopyState, Group, Registration, Round, Worker
-from tensorhub_core.state.rounds import abort, drop_leases, drop_leases_of, keep_promise, leases_stand, where
+from tensorhub_core.state.rounds import abort, drop_leases, drop_leases_of, in_words, keep_promise, leases_stand, where
 from tensorhub_core.state.sourcing import new_copy
 from tensorhub_core.state.versions import bind_manifest, note_offered, note_whole, show
 
@@ -99,7 +99,10 @@ def relocate(s: Step, worker: Worker, request: int, m: Relocate) -> None:
             continue
         avoid[lease.copy] = trouble.kind
         current.tried[lease.copy] = s.holder(s.state.copies[lease.copy]).replica
-        s.log("warning", blame(s, group, worker, lease.copy, trouble.kind))
+        current.details.pop((worker.shard, lease.copy), None)
+        if trouble.detail:
+            current.details[worker.shard, lease.copy] = trouble.detail
+        s.log("warning", blame(s, group, worker, lease.copy, in_words(trouble.kind, trouble.detail)))
     seek_sources(s, group, worker, request, current, rereads=False)
 
 
@@ -111,11 +114,11 @@ def seek_sources(s: Step, group: Group, worker: Worker, request: int, current: R
     keep_promise(s, group, current)
 
 
-def blame(s: Step, group: Group, worker: Worker, copy_id: CopyId, kind: str) -> str:
+def blame(s: Step, group: Group, worker: Worker, copy_id: CopyId, how: str) -> str:
     """Say which source failed which reader."""
     copy = s.state.copies.get(copy_id)
     source = "a source that is gone" if copy is None else s.holder(copy).replica
-    return f"{group.replica}/{worker.shard} leaves {source}: {kind}"
+    return f"{group.replica}/{worker.shard} leaves {source}: {how}"
 
 
 def done(s: Step, worker: Worker, request: int, m: Done) -> None:

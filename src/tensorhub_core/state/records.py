@@ -206,8 +206,8 @@ class Round:
     """One replicate / update / stage / install by all shards of a replica (law L2).
 
     `key` is the promise; `verdict` how the round ended, kept until every shard has heard it. `avoid` holds, per
-    shard, the copies that failed it and how, `tried` whose they were; `told_slow` those it was told to leave because
-    they are slow, `told_late` because their holders had not begun.
+    shard, the copies that failed it and how, `tried` whose they were, `details` what exactly failed; `told_slow` those
+    it was told to leave because they are slow, `told_late` because their holders had not begun.
     """
 
     number: int
@@ -220,6 +220,7 @@ class Round:
     told_slow: dict[int, set[CopyId]] = field(default_factory=dict)
     told_late: dict[int, set[CopyId]] = field(default_factory=dict)
     tried: dict[CopyId, ReplicaName] = field(default_factory=dict)
+    details: dict[tuple[int, CopyId], str] = field(default_factory=dict)
     verdict: Message | None = None
     unheard: set[int] = field(default_factory=set)
     join_by_s: float | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from tensorhub_core.state.bounds import BlobDigest, Id, Ids, Text
+from tensorhub_core.state.bounds import BlobDigest, Detail, Id, Ids, Text
 
 PROTOCOL = 1
 
@@ -194,10 +194,11 @@ class Announce(Message, frozen=True):
 
 
 class LeaseFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Tell how a leased source failed its reader."""
+    """Tell how a leased source failed its reader; `detail` says in words what the kind does not."""
 
     lease: Id
     kind: Literal["lost", "stalled", "corrupt", "slow", "unreachable"]
+    detail: Detail = ""
 
 
 class Relocate(Message, frozen=True):

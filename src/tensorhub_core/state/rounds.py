@@ -226,7 +226,10 @@ def no_source_left(s: Step, group: Group, worker: Worker, current: Round) -> Ten
     model = s.model(worker)
     assert current.key is not None
     tried = current.avoid.get(worker.shard, {})
-    story = [f"{current.tried.get(copy_id, 'somebody')}: {kind}" for copy_id, kind in tried.items()]
+    story = [
+        f"{current.tried.get(copy_id, 'somebody')}: {in_words(kind, current.details.get((worker.shard, copy_id), ''))}"
+        for copy_id, kind in tried.items()
+    ]
     text = (
         f"version {show(current.key)} of model {model.name!r} lost its last source for {group.replica}/{worker.shard} "
         f"(tried: {'; '.join(story) or 'none'}; {describe_holders(s, model, current.key)})"
@@ -234,6 +237,11 @@ def no_source_left(s: Step, group: Group, worker: Worker, current: Round) -> Ten
     if tried and all(kind == "corrupt" for kind in tried.values()):
         return CorruptTransfer(text)
     return VersionUnavailable(text)
+
+
+def in_words(kind: str, detail: str) -> str:
+    """Say how a source failed."""
+    return f"{kind} ({detail})" if detail else kind
 
 
 def drop_leases(s: Step, current: Round) -> None:

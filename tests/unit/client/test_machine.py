@@ -127,7 +127,7 @@ def test_a_source_that_cannot_be_described_is_replaced() -> None:
     driver.feed(Begin())
     driver.promise()
     ask = only(driver.feed(PlanFailed(StateError("no blob"), "l1")), Ask)
-    assert ask.message == Relocate(3, (LeaseFailure("l1", "unreachable"),))
+    assert ask.message == Relocate(3, (LeaseFailure("l1", "unreachable", "no blob"),))
 
 
 def test_a_lost_lease_stops_its_source_and_the_read_goes_on_elsewhere() -> None:
