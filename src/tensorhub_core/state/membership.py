@@ -10,7 +10,7 @@ from tensorhub_core.state.events import Send
 from tensorhub_core.state.leases import drop_copy, end_lease, revoke_lease
 from tensorhub_core.state.messages import PROTOCOL, Hello, Ok, Register, Superseded, Welcome
 from tensorhub_core.state.records import MOST_SERVER_EPOCH, CopyState, Group, ModelState, Registration, Worker
-from tensorhub_core.state.resourcing import forgive, is_quiet
+from tensorhub_core.state.resourcing import forgive
 from tensorhub_core.state.rounds import abort
 from tensorhub_core.state.versions import current_epoch, put_copy, show
 
@@ -295,10 +295,9 @@ def note_burial(s: Step) -> None:
 
 def heard_from(s: Step, worker: Worker) -> None:
     """Note that a worker lives; who waits for what it holds, or left it while it was silent, may read from it again."""
-    if is_quiet(s, worker) and not worker.observer:
-        forgiven = forgive(s, worker)
-        if forgiven or worker.suspected:
-            s.touched.add(worker.model)
+    if worker.suspected:
+        s.touched.add(worker.model)
+        forgive(s, worker)
         for copy in worker.copies():
             s.note(worker, copy.key)
     worker.last_seen_s, worker.suspected = s.now, False

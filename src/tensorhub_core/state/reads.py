@@ -98,6 +98,8 @@ def relocate(s: Step, worker: Worker, request: int, m: Relocate) -> None:
         if lease is None or lease.reader != worker.id:
             continue
         avoid[lease.copy] = trouble.kind
+        if trouble.kind == "stalled":
+            current.stalls.setdefault((worker.shard, lease.copy), []).append(s.now)
         current.tried[lease.copy] = s.holder(s.state.copies[lease.copy]).replica
         current.details.pop((worker.shard, lease.copy), None)
         if trouble.detail:

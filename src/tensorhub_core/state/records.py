@@ -220,6 +220,8 @@ class Round:
     told_slow: dict[int, set[CopyId]] = field(default_factory=dict)
     told_late: dict[int, set[CopyId]] = field(default_factory=dict)
     tried: dict[CopyId, ReplicaName] = field(default_factory=dict)
+    stalls: dict[tuple[int, CopyId], list[float]] = field(default_factory=dict)
+    """When a shard reported that a copy gave nothing."""
     details: dict[tuple[int, CopyId], str] = field(default_factory=dict)
     verdict: Message | None = None
     unheard: set[int] = field(default_factory=set)

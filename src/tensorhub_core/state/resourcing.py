@@ -13,44 +13,51 @@ from tensorhub_core.state.messages import Discard, Promise
 from tensorhub_core.state.records import Group, Round, Worker
 from tensorhub_core.state.sourcing import await_copy, choose_among, raw_sums
 
-_QUIET_HEARTBEATS = 2
-"""A worker that misses more has been paused, or its heartbeats were held up."""
 
-
-def is_quiet(s: Step, worker: Worker) -> bool:
-    """Tell whether a worker has missed heartbeats, though perhaps not yet for so long that it is suspected."""
-    return worker.suspected or s.now - worker.last_seen_s > _QUIET_HEARTBEATS * s.state.config.heartbeat_s
-
-
-def excuses(s: Step, copy_id: CopyId, kind: str) -> bool:
-    """Tell whether a copy may have failed a reader only because its holder was paused; wrong bytes are no pause."""
-    copy = s.state.copies.get(copy_id)
-    if copy is None or kind == "corrupt":
-        return False
-    holder = s.holder(copy)
-    return holder.suspected or (kind == "stalled" and is_quiet(s, holder))
-
-
-def forgive(s: Step, holder: Worker) -> bool:
-    """Let readers come back to a worker that they left while it was paused; tell whether there are any."""
+def forgive(s: Step, holder: Worker) -> None:
+    """Let readers come back to a worker that was silent when they left it: it was paused. Wrong bytes are no pause."""
     ours = [copy.id for copy in holder.copies()]
-    forgiven = False
     for group in s.model(holder).groups.values() if ours else ():
         current = group.open_round()
         for avoid in () if current is None else current.avoid.values():
             for copy_id in ours:
-                if copy_id in avoid and excuses(s, copy_id, avoid[copy_id]):
+                if avoid.get(copy_id, "corrupt") != "corrupt":
                     del avoid[copy_id]
-                    forgiven = True
-    return forgiven
+
+
+def pardon(s: Step, current: Round, shard: int) -> bool:
+    """Let a shard come back, once, to copies that stalled if their workers were heard since; tell if there are any."""
+    avoid = current.avoid.get(shard, {})
+    pardoned = [
+        c
+        for c in avoid
+        if (since := _first_stall(s, current, shard, c)) and s.holder(s.state.copies[c]).last_seen_s > since
+    ]
+    for copy_id in pardoned:
+        del avoid[copy_id]
+    return bool(pardoned)
+
+
+def _first_stall(s: Step, current: Round, shard: int, copy_id: CopyId) -> float | None:
+    """Return when a copy that is there failed a shard if all it did was to stall, once."""
+    times = current.stalls.get((shard, copy_id), [])
+    only = copy_id in s.state.copies and current.avoid.get(shard, {}).get(copy_id) == "stalled" and len(times) == 1
+    return times[0] if only else None
 
 
 def may_wake(s: Step, group: Group, reader: Worker, current: Round, promised: bool) -> bool:
-    """Tell whether a shard without a source would have one if those who are silent at the moment were heard again."""
+    """Tell whether a shard without a source would have one if those who are silent at the moment were heard again.
+
+    The holder of a copy that stalled may have been paused a moment ago: it is heard again soon, or suspected.
+    """
     if current.key is None or reader.memory is None:
         return False
-    avoid = current.avoid.get(reader.shard, {})
-    failed = {copy_id for copy_id, kind in avoid.items() if not excuses(s, copy_id, kind)}
+    failed = set()
+    for copy_id, kind in current.avoid.get(reader.shard, {}).items():
+        copy = s.state.copies.get(copy_id)
+        silent = copy is not None and s.holder(copy).suspected and kind != "corrupt"
+        if not silent and _first_stall(s, current, reader.shard, copy_id) is None:
+            failed.add(copy_id)
     return bool(choose_among(s, group, reader, current.key, promised, failed, silent=True))
 
 

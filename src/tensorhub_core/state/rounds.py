@@ -25,7 +25,7 @@ from tensorhub_core.state.messages import (
     RoundAborted,
 )
 from tensorhub_core.state.records import UNFINISHED, CopyState, Group, Joined, ModelState, Round, Worker
-from tensorhub_core.state.resourcing import may_wake, tell_sources
+from tensorhub_core.state.resourcing import may_wake, pardon, tell_sources
 from tensorhub_core.state.sourcing import await_copy, describe_holders, lease_shard
 from tensorhub_core.state.versions import (
     current_epoch,
@@ -192,7 +192,7 @@ def keep_promise(s: Step, group: Group, current: Round) -> None:
             continue
         if current.kind != "install" and not leases_stand(s, current, worker.shard):
             drop_leases_of(s, current, worker.shard)
-            if not lease_shard(s, group, worker.shard, current, promised=True):
+            if not lease_again(s, group, worker.shard, current):
                 if not may_wake(s, group, worker, current, promised=True):
                     return abort(s, group, current, no_source_left(s, group, worker, current))
                 current.awaits_silent = True
@@ -202,6 +202,13 @@ def keep_promise(s: Step, group: Group, current: Round) -> None:
         if joined is not None:
             tell_sources(s, worker, current)
             tell_promise(s, worker, current)
+
+
+def lease_again(s: Step, group: Group, shard: int, current: Round) -> bool:
+    """Lease other sources to a shard, one that stalled only where there is no other; False if there are none."""
+    if lease_shard(s, group, shard, current, promised=True):
+        return True
+    return pardon(s, current, shard) and lease_shard(s, group, shard, current, promised=True)
 
 
 def holds(worker: Worker, current: Round, key: VersionKey) -> bool:

@@ -298,3 +298,44 @@ def test_another_version_than_promised_is_refused() -> None:
     end = ended(driver.answer(Failure("state_error", "left")))
     assert isinstance(end.error, StateError)
     assert end.dirty
+
+
+@pytest.mark.parametrize("told_in", ["planning", "withdrawing", "entering", "reading"])
+def test_a_source_that_does_not_begin_is_left_in_every_phase(told_in: str) -> None:
+    driver = updating()
+    driver.feed(Begin())
+    driver.promise(source(whole=False, prefix=0))
+    told = Pushed(SourceSlow(3, "l1", "it has not begun"))
+    steps = {"planning": Planned(), "withdrawing": Withdrawn()}
+    for phase, event in steps.items():
+        if told_in == phase:
+            assert driver.feed(told) == []
+        effects = driver.feed(event)
+        if told_in == phase:
+            assert only(effects, Ask).message == Relocate(3, (LeaseFailure("l1", "slow"),))
+            return
+    if told_in == "entering":
+        assert driver.feed(told) == []
+        assert only(driver.answer(Ok()), Ask).message == Relocate(3, (LeaseFailure("l1", "slow"),))
+        return
+    driver.answer(Ok())
+    assert driver.feed(told) == [Abandon("l1", "it has not begun", "slow")]
+
+
+def test_a_deadline_is_told_in_the_words_of_the_server_which_knows_who_holds_the_version() -> None:
+    driver = Driver()
+    driver.feed(Begin())
+    driver.now = 101.0
+    assert only(driver.feed(Tick()), Tell).message.code == DeadlineExceeded.code
+    end = ended(driver.answer(Failure(DeadlineExceeded.code, "the deadline passed; silent at the moment: trainer")))
+    assert isinstance(end.error, DeadlineExceeded)
+    assert "silent at the moment: trainer" in str(end.error)
+
+
+def test_a_deadline_stays_one_whatever_else_the_round_ended_with() -> None:
+    driver = Driver()
+    driver.feed(Begin())
+    driver.now = 101.0
+    driver.feed(Tick())
+    end = ended(driver.answer(Failure(VersionUnavailable.code, "gone")))
+    assert isinstance(end.error, DeadlineExceeded)

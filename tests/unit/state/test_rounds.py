@@ -319,7 +319,7 @@ def test_readers_never_follow_each_other_in_a_circle() -> None:
     assert b_source.replica == "a"
     b.call(Filling(0), Ok)
     t_lease = next(iter(hub.state.workers[hub.state.sessions[a.session]].leases))
-    failure = a.call(Relocate(0, (LeaseFailure(t_lease, "stalled"),)), Failure)
+    failure = a.call(Relocate(0, (LeaseFailure(t_lease, "lost"),)), Failure)
     assert failure.code == "version_unavailable"
 
 

@@ -128,18 +128,43 @@ def test_who_gave_wrong_bytes_is_not_waited_for() -> None:
 
 
 def test_a_source_that_lives_and_fails_is_not_waited_for() -> None:
-    for kind in ("lost", "stalled", "unreachable"):
+    for kind in ("lost", "unreachable"):
         _, _, (r,), (promise,) = leased(Hub())
         assert r.call(lost(promise, kind), Failure).code == "version_unavailable"
 
 
-def test_a_source_that_stalls_and_misses_heartbeats_is_waited_for_before_it_is_suspected() -> None:
+def test_a_source_that_stalls_and_is_heard_again_is_read_once_more_before_it_is_suspected() -> None:
     hub, t, (r,), (promise,) = leased(Hub())
-    hub.later(3.0, silent=tuple(t))
     asked = r.ask(lost(promise, "stalled"))
+    hub.later(3.0, silent=tuple(t))
     assert asked not in r.answers
-    t[0].call(Heartbeat(), Ok)
-    assert r.answer(asked, Promise).sources[0].replica == "trainer"
+    hub.later(hub.config.heartbeat_s)
+    again = r.answer(asked, Promise)
+    assert again.sources[0].replica == "trainer"
+    failure = r.call(lost(again, "stalled"), Failure)
+    assert failure.code == "version_unavailable", "it lives, and has stalled twice"
+
+
+def test_a_source_that_stalls_for_good_is_buried_first() -> None:
+    hub, t, (r,), (promise,) = leased(Hub())
+    asked = r.ask(lost(promise, "stalled"))
+    hub.later(hub.config.dead_after_s - 2, silent=tuple(t))
+    assert asked not in r.answers
+    hub.later(3.0, silent=tuple(t))
+    failure = r.answer(asked, Failure)
+    assert failure.code == "version_unavailable"
+    assert "trainer: stalled" in failure.message
+
+
+def test_a_source_that_stalled_is_not_taken_where_there_is_another() -> None:
+    hub = Hub()
+    publish(trainer(hub), 1)
+    publish(trainer(hub, "other"), 1)
+    (r,) = trainer(hub, "reader")
+    one, two = r.answer(r.join(0), Promise).sources
+    hub.later(1.0)
+    again = r.call(Relocate(0, (LeaseFailure(one.lease, "stalled"),)), Promise)
+    assert [source.replica for source in again.sources] == [two.replica]
 
 
 def test_who_waits_is_told_at_once_when_the_silent_holder_is_buried() -> None:
