@@ -6,6 +6,7 @@ own is needed, and a key that was just added or taken away counts at the next ha
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from dataclasses import dataclass, field
@@ -69,9 +70,14 @@ class AllowedKeys:
         self._names, self._stamp = names, stamp
 
     def _stamp_now(self) -> _Stamp:
+        found: list[tuple[str, int, int]] = []
         with os.scandir(self.folder) as entries:
-            files = [(entry.name, entry.stat()) for entry in entries if entry.name.endswith(".key")]
-        return tuple(sorted((name, about.st_mtime_ns, about.st_size) for name, about in files))
+            for entry in entries:
+                if entry.name.endswith(".key"):
+                    with contextlib.suppress(OSError):  # a link that leads nowhere
+                        about = entry.stat()
+                        found.append((entry.name, about.st_mtime_ns, about.st_size))
+        return tuple(sorted(found))
 
 
 class Gate:
