@@ -15,6 +15,7 @@ COMMANDS = {
     "keygen": "Make the keys of a server and its clients.",
     "status": "Show models, versions, replicas and who reads from whom.",
     "publish": "Serve a checkpoint folder as a version until stopped.",
+    "seed": "Hold the newest versions of a model in host memory until stopped.",
     "pull": "Write a version from live replicas to a folder.",
     "doctor": "Say which transports work on this machine.",
     "demo": "Move versions from a trainer to three readers on this machine, for 15 seconds.",

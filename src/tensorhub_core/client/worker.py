@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from tensorhub_core.client.identity import Identity, checked
 from tensorhub_core.client.leaving import Leaving
 from tensorhub_core.client.mailbox import Mailbox
 from tensorhub_core.client.memory import RegisteredMemory
+from tensorhub_core.client.mirror import blank_memory
 from tensorhub_core.client.resources import Resources
 from tensorhub_core.client.rounds import Mode
 from tensorhub_core.client.runner import Call, RoundRunner, StagedVersion
@@ -27,24 +27,21 @@ from tensorhub_core.client.staged import Staged, StagedEnds, Stager
 from tensorhub_core.client.sums import pack_sums
 from tensorhub_core.client.tensors import Tensors
 from tensorhub_core.client.versions import Version, VersionInfo, number_of, wanted
+from tensorhub_core.client.waiting import wait_for
 from tensorhub_core.clock import Deadline
 from tensorhub_core.config import ClientConfig
 from tensorhub_core.errors import DeadlineExceeded, ServerUnreachable, StateError, TensorHubError
 from tensorhub_core.ids import VersionKey
 from tensorhub_core.layout.canonical import digest_of
-from tensorhub_core.layout.types import Box
+from tensorhub_core.layout.types import Box, Layout
 from tensorhub_core.observe.counters import WorkerCounters
 from tensorhub_core.state.messages import (
-    Available,
-    Cancel,
     ListVersions,
     Publish,
     Published,
     PutBlob,
-    Reply,
     Unpublish,
     Versions,
-    Wait,
 )
 
 if TYPE_CHECKING:
@@ -117,14 +114,17 @@ class Worker:
                 tag=tag,
                 segment_bytes=self._config.segment_bytes,
             )
-            deadline = self._deadline(None)
-            if self._holding.held is not None:
-                # The server knows a copy that is held back: other memory must not pass for it.
-                self._session.request(Unpublish(), deadline)
-            self._stager.make_room(memory, deadline)
-            self._holding.registered, self._holding.held = False, None
-            self._serve(memory, deadline)
-            self._holding.now_registered()
+            self._exchange(memory)
+
+    def mirror(self, layout: Layout) -> None:
+        """Register fresh host memory of another worker's layout, to be filled from whoever holds it, bit for bit.
+
+        `layout` is that of this worker's own shard. Raises ConfigError if there is not enough memory, LayoutMismatch if
+        it is another shard's, StateError while a version is published.
+        """
+        with self._exclusively("register"):
+            self._holding.check_register()
+            self._exchange(blank_memory(layout, self._identity.shard, self._identity.num_shards))
 
     def publish(self, version: int, *, fresh: bool = False) -> Version:
         """Commit not to change the registered memory, which holds `version`: readable by everyone from now on.
@@ -248,18 +248,7 @@ class Worker:
         A plain integer counts in the current stream epoch. Raises DeadlineExceeded after `timeout_s`.
         """
         self._check_open()
-        deadline = self._deadline(timeout_s)
-        future: Future[Reply] = Future()
-        number = self._session.submit(Wait(self._key_of(newer_than)), future.set_result)
-        try:
-            reply = checked(self._session.result(future, deadline, "wait()"))
-        except BaseException:
-            self._session.forget(number)
-            with contextlib.suppress(TensorHubError):
-                self._session.submit(Cancel(number), lambda _: None)
-            raise
-        assert isinstance(reply, Available)
-        return Version(reply.number, reply.epoch)
+        return wait_for(self._session, self._key_of(newer_than), self._deadline(timeout_s))
 
     def versions(self) -> list[VersionInfo]:
         """List the versions of the model that the server knows, oldest first."""
@@ -295,6 +284,16 @@ class Worker:
         self._close(hurry=kind is not None)
 
     # --- how --------------------------------------------------------------------------------------------------------
+
+    def _exchange(self, memory: RegisteredMemory) -> None:
+        deadline = self._deadline(None)
+        if self._holding.held is not None:
+            # The server knows a copy that is held back: other memory must not pass for it.
+            self._session.request(Unpublish(), deadline)
+        self._stager.make_room(memory, deadline)
+        self._holding.registered, self._holding.held = False, None
+        self._serve(memory, deadline)
+        self._holding.now_registered()
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline.after(self._config.call_timeout_s if timeout_s is None else timeout_s, time.monotonic())
