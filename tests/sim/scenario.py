@@ -1,0 +1,73 @@
+"""What a simulated world is made of, as data: who takes part, and what goes wrong when."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+BEGIN_S = 1000.0
+CALM_S = 30.0
+"""Seconds after the begin at which nothing goes wrong any more."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong `at_s` seconds after the begin, for `for_s` seconds.
+
+    `target` counts the slots of the cluster, modulo their number; `strength` is what `kind` makes of it.
+    """
+
+    kind: str
+    at_s: float
+    for_s: float = 1.0
+    target: int = 0
+    strength: float = 0.5
+
+
+PROCESS_FAULTS = ("kill", "pause", "leave", "twin")
+NETWORK_FAULTS = ("cut", "partition", "clog_up", "clog_down")
+HUB_FAULTS = ("hub_kill", "hub_pause", "hub_partition")
+DATA_FAULTS = ("fail", "stall", "flip", "lie", "slow")
+KINDS = (*PROCESS_FAULTS, *NETWORK_FAULTS, *HUB_FAULTS, *DATA_FAULTS)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One world; everything that is not said here is drawn from `seed`."""
+
+    seed: int
+    readers: tuple[int, ...] = (2, 2)
+    """Shards of each reader replica; another number than the trainer's two means another layout."""
+    faults: tuple[Fault, ...] = ()
+    one_sided: bool = True
+    queues: bool = False
+    """Readers queue behind others that have yet to begin."""
+    hub_kill_at_rest: bool = False
+    """The hub dies once more when the last version was published."""
+    joins_at_rest: bool = True
+    """A newcomer asks for the last version."""
+
+
+def draw_fault(chance: random.Random, kinds: tuple[str, ...] = KINDS) -> Fault:
+    """Return a fault."""
+    kind = chance.choice(kinds)
+    at_s = 3.0 + chance.random() * (CALM_S - 4.0)
+    lasts = {"pause": 14.0, "hub_pause": 6.0, "partition": 14.0, "hub_partition": 12.0, "hub_kill": 3.0, "kill": 3.0}
+    for_s = min(chance.random() ** 2 * lasts.get(kind, 6.0) + 0.05, CALM_S - at_s)
+    return Fault(kind, round(at_s, 3), round(for_s, 3), chance.randrange(12), round(chance.random(), 3))
+
+
+def draw(seed: int) -> Scenario:
+    """Return the world of a seed."""
+    chance = random.Random(f"{seed}/scenario")
+    readers = tuple(2 if chance.random() < 0.8 else 1 for _ in range(chance.choice((1, 2, 2, 3))))
+    faults = [draw_fault(chance) for _ in range(chance.randint(0, 9))]
+    return Scenario(
+        seed,
+        readers,
+        tuple(sorted(faults, key=lambda fault: fault.at_s)),
+        one_sided=chance.random() < 0.6,
+        queues=chance.random() < 0.5,
+        hub_kill_at_rest=chance.random() < 0.3,
+        joins_at_rest=chance.random() < 0.5,
+    )
