@@ -82,6 +82,8 @@ class Pump:
         self._distrusted = False
         self._unquiet = False
         self._pause_s = _POLL_PAUSE_S
+        self._idle = False
+        """No source has anything here that could be moved now."""
         self._prefix = 0
         self._done_bytes = int(job.plan.length_bytes[job.verified].sum())
 
@@ -142,9 +144,16 @@ class Pump:
             raise SourceFailed(*lost)
 
     def _rest(self) -> None:
+        """Check something if there is nothing else to do, or wait."""
+        idle = self._idle or not self._flights or self._pause_s >= _MOST_PAUSE_S
+        if idle and self._checking and self._verifier.help():
+            return
         if self._flights:
             # Longer and longer, up to what a batch of a slow link takes a tenth of: polling it costs a CPU otherwise.
-            time.sleep(self._pause_s)
+            if len(self._lanes) > 1:
+                time.sleep(self._pause_s)
+            else:
+                self._transport.wait(self._flights[0].read, self._pause_s)
             self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
         else:
             self._job.idle(_ORDER_PAUSE_S)
@@ -239,8 +248,15 @@ class Pump:
     def _poll(self) -> bool:
         """Look at every batch in flight; returns whether one has landed."""
         before = len(self._flights)
+        idle: set[int] = set()
         for flight in list(self._flights):
-            self._examine(flight, self._transport.poll(flight.read))
+            if flight.lane.source in idle:
+                continue  # nothing has arrived from that source
+            progress = self._transport.poll(flight.read)
+            if progress.idle:
+                idle.add(flight.lane.source)
+            self._examine(flight, progress)
+        self._idle = all(flight.lane.source in idle for flight in self._flights)
         return len(self._flights) < before
 
     def _examine(self, flight: _Flight, progress: Progress) -> None:
@@ -360,7 +376,7 @@ class Pump:
         while self._checking:
             for checked in self._job.take_checked():
                 self._count(checked)
-            if self._checking:
+            if self._checking and not self._verifier.help():
                 if time.monotonic() > end:
                     self.poisoned = TransportError("the verifying thread does not end")
                     raise self.poisoned

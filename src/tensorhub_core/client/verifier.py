@@ -1,6 +1,7 @@
 """Check the bytes of reads against their source's checksums, and copy staged ones to where they belong.
 
-Threads of their own do it, beside the one that moves bytes: hashing large pieces gives up the interpreter lock.
+Threads of their own do it, beside the one that moves bytes: hashing large pieces gives up the interpreter lock. That
+one does it too, whenever it would have to wait for bytes.
 """
 
 from __future__ import annotations
@@ -153,8 +154,11 @@ def choose_checks(policy: str, reads: int, chance: np.random.Generator) -> NDArr
     return chosen
 
 
+_Item = tuple[Checker, Landed, Callable[[Checked], None]]
+
+
 class Verifier:
-    """Threads that check what has landed; results go to `deliver`, on one of them, in any order."""
+    """Threads that check what has landed, and the caller if it has time; results go to `deliver`, in any order."""
 
     def __init__(self, most_waiting: int, threads: int | None = None) -> None:
         """Start the threads (None = one less than the CPUs, 1 to 4); at most `most_waiting` items wait for them.
@@ -164,7 +168,9 @@ class Verifier:
         if threads is None:
             cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
             threads = max(1, min(_MOST_THREADS, cpus - 1))
-        self._waiting: queue.Queue[tuple[Checker, Landed, Callable[[Checked], None]] | None] = queue.Queue(most_waiting)
+        self._waiting: queue.Queue[_Item | None] = queue.Queue(most_waiting)
+        self._kept: _Item | None = None
+        """What came last: still in the CPU's cache, and checked soonest by whoever has moved it."""
         self._threads: list[threading.Thread] = []
         for number in range(threads):
             thread = threading.Thread(target=self._run, name=f"tensorhub-verifier-{number}", daemon=True)
@@ -177,8 +183,28 @@ class Verifier:
             self._threads.append(thread)
 
     def submit(self, checker: Checker, landed: Landed, deliver: Callable[[Checked], None]) -> None:
-        """Check in turn; waits while too many are waiting."""
-        self._waiting.put((checker, landed, deliver))
+        """Have what landed checked: what came last when its thread `help`s, what came before it by the others.
+
+        Waits while too many are waiting. Only the thread that moves bytes calls it.
+        """
+        kept, self._kept = self._kept, (checker, landed, deliver)
+        if kept is not None:
+            self._waiting.put(kept)
+
+    def help(self) -> bool:
+        """Check one of what waits, on the thread that moves bytes, while it has none to move; False if nothing waits.
+
+        A source on the same machine needs a CPU to send; threads that verify would take it away where there are few.
+        """
+        item, self._kept = self._kept, None
+        if item is None:
+            try:
+                item = self._waiting.get_nowait()
+            except queue.Empty:
+                return False
+            assert item is not None  # `close` comes when nobody moves bytes any more
+        _check(*item)
+        return True
 
     def close(self, timeout_s: float) -> None:
         """End the threads after what waits for them."""
@@ -189,10 +215,13 @@ class Verifier:
 
     def _run(self) -> None:
         while (item := self._waiting.get()) is not None:
-            checker, landed, deliver = item
-            try:
-                checked = checker.check(landed)
-            except Exception as error:  # goes to the job, which ends with it
-                checked = Checked(landed, np.zeros(landed.end - landed.begin, np.bool_), error)
-            deliver(checked)
-            del item, checker, landed, deliver, checked  # or the last job's memory would live until the next one
+            _check(*item)
+            del item  # or the last job's memory would live until the next one
+
+
+def _check(checker: Checker, landed: Landed, deliver: Callable[[Checked], None]) -> None:
+    try:
+        checked = checker.check(landed)
+    except Exception as error:  # goes to the job, which ends with it
+        checked = Checked(landed, np.zeros(landed.end - landed.begin, np.bool_), error)
+    deliver(checked)

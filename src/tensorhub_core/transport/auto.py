@@ -7,6 +7,7 @@ followed by the next one, as long as no byte can land any more. Reads of all way
 from __future__ import annotations
 
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
@@ -191,6 +192,15 @@ class AutoTransport:
             if not found.route.proven:
                 return self._fall_back(found, progress)
         return progress
+
+    def wait(self, read: ReadId, timeout_s: float) -> None:
+        """Wait as the read's way does."""
+        self._check_usable()
+        found = self._reads.get(read)
+        if found is None or found.inner is None:
+            time.sleep(timeout_s)
+        else:
+            self._members[found.route.way].transport.wait(found.inner, timeout_s)
 
     def close(self, read: ReadId) -> bool:
         """Forget a read; quiet if its member says so."""

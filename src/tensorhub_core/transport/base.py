@@ -49,10 +49,15 @@ class ReadState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Answer of `poll`: `error` says why when FAILED."""
+    """Answer of `poll`: `error` says why when FAILED.
+
+    `idle` when ACTIVE: nothing has arrived from the peer that could be moved now, so whoever polls has time to spare.
+    A transport that cannot tell says no.
+    """
 
     state: ReadState
     error: str = ""
+    idle: bool = False
 
 
 class Transport(Protocol):
@@ -104,6 +109,12 @@ class Transport(Protocol):
 
     def poll(self, read: ReadId) -> Progress:
         """Say where a read stands. Never blocks."""
+
+    def wait(self, read: ReadId, timeout_s: float) -> None:
+        """Wait until polling a read that is ACTIVE may be worthwhile, for about `timeout_s` or a few milliseconds.
+
+        May move bytes of reads from the same peer.
+        """
 
     def close(self, read: ReadId) -> bool:
         """Forget a read and return whether it is quiet: True only if no byte of it can land any more.

@@ -14,6 +14,7 @@ import errno
 import mmap
 import os
 import secrets
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -198,6 +199,10 @@ class CmaTransport:
         return self._reads.get(read) or Progress(
             ReadState.FAILED, "the read is unknown: it was closed, or ended by a fence"
         )
+
+    def wait(self, read: ReadId, timeout_s: float) -> None:
+        """Wait: a read has ended when `post` returns."""
+        time.sleep(timeout_s)
 
     def close(self, read: ReadId) -> bool:
         """Forget a read; always quiet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -149,6 +150,14 @@ class FaultyTransport:
             _flip(found.batch, random.Random(f"{self._plan.seed}/{found.number}/bit"))
             found.flipped = True
         return progress
+
+    def wait(self, read: ReadId, timeout_s: float) -> None:
+        """Wait, as long as no fault hides how the read stands."""
+        found = self._reads.get(read)
+        if found is None or found.inner is None or found.fault is not None:
+            time.sleep(timeout_s)
+        else:
+            self._inner.wait(found.inner, timeout_s)
 
     def close(self, read: ReadId) -> bool:
         """Close the read; whoever closes one that was never posted cannot know that it is quiet."""

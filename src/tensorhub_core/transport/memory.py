@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -217,6 +218,10 @@ class MemoryTransport:
         if flight.progress.state is ReadState.ACTIVE:
             self._network.step()
         return flight.progress
+
+    def wait(self, read: ReadId, timeout_s: float) -> None:
+        """Wait: only polling moves bytes."""
+        time.sleep(timeout_s)
 
     def close(self, read: ReadId) -> bool:
         """Forget a read; one that has not ended keeps moving bytes, as on a network card."""

@@ -176,6 +176,10 @@ class NixlTransport:
         self._update(found)
         return found.progress
 
+    def wait(self, read: ReadId, timeout_s: float) -> None:
+        """Wait: only polling moves bytes of TCP, and nothing tells when others have come."""
+        time.sleep(timeout_s)
+
     def close(self, read: ReadId) -> bool:
         """Forget a read; quiet only if it was done, because a failed transfer may still have runs on the way."""
         self._check_usable()

@@ -1,13 +1,14 @@
 """Move bytes over TCP with our own sockets: for systems without NIXL, and for links without RDMA.
 
 The *serving* side has threads of its own, which send straight from the registered memory. The *reading* side has none:
-it writes only inside `poll`, on the thread that calls it. So a read that is closed early is quiet at once; what that
+it writes only inside `poll` and `wait`, on the thread that calls them. So a read that is closed early is quiet at once; what that
 costs is its connection, which is made anew by the next `post`.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from tensorhub_core.transport.description import decode_description, encode_desc
 from tensorhub_core.transport.extents import Extents, pack_regions
 from tensorhub_core.transport.host import this_host
 from tensorhub_core.transport.tcp_addresses import order_of_trying, share_loopback
-from tensorhub_core.transport.tcp_memory import Vector, address_space, sound
+from tensorhub_core.transport.tcp_memory import Vector, sound
 from tensorhub_core.transport.tcp_reading import TcpConnection, TcpRead, connect_first
 from tensorhub_core.transport.tcp_serving import TcpServer
 from tensorhub_core.transport.tcp_wire import MOST_RUNS, TcpOffer, decode_metadata, encode_metadata, encode_runs
@@ -64,7 +65,6 @@ class TcpTransport:
         self._connect_timeout_s = connect_timeout_s
         self._pid = os.getpid()
         self._host = this_host()
-        self._space = address_space()
         self._agents = 0
         self._attached = 0
         self._posted = 0
@@ -159,7 +159,7 @@ class TcpTransport:
             timeout_s = self._connect_timeout_s
             connection = TcpConnection(connection.endpoint, known.agent, known.secret, self._clock, timeout_s)
             known.connection = connection
-        read = TcpRead(Vector(self._space))
+        read = TcpRead(Vector())
         read.vector.add_runs(batch.local, batch.length_bytes)
         connection.post(encode_runs(batch.remote, batch.length_bytes), read)
         self._posted += 1
@@ -175,10 +175,20 @@ class TcpTransport:
         found = posted.read
         if found.progress.state is ReadState.ACTIVE and found.connection is not None:
             found.connection.drive()
+            if found.progress.state is ReadState.ACTIVE:
+                return found.connection.progress
         return found.progress
 
+    def wait(self, read: ReadId, timeout_s: float) -> None:
+        """Wait until about a MiB has arrived, or all that the peer owes, and receive it; a few milliseconds at most."""
+        self._check_usable()
+        posted = self._reads.get(read)
+        connection = posted.read.connection if posted is not None else None
+        if connection is None or not connection.wait():
+            time.sleep(timeout_s)
+
     def close(self, read: ReadId) -> bool:
-        """Forget a read; always quiet, because nothing but `poll` writes.
+        """Forget a read; always quiet, because nothing but `poll` and `wait` writes.
 
         One that has not ended takes its connection along, so other reads from the same peer fail.
         """

@@ -1,6 +1,6 @@
 """Read over TCP: one connection per peer that never blocks, and that only the caller's own calls drive.
 
-Nothing but `TcpConnection.drive` writes into the destination. So once a connection is dropped, no byte of its reads can
+Nothing but `TcpConnection.drive` and `wait` writes into the destination. So once a connection is dropped, no byte of its reads can
 land any more, whatever the peer still sends.
 """
 
@@ -12,6 +12,7 @@ import os
 import secrets
 import selectors
 import socket
+import struct
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum
@@ -20,6 +21,7 @@ from tensorhub_core.clock import Clock
 from tensorhub_core.errors import TransportError
 from tensorhub_core.transport.base import Progress, ReadState
 from tensorhub_core.transport.tcp_addresses import new_selector, tune
+from tensorhub_core.transport.tcp_calls import VectoredCalls
 from tensorhub_core.transport.tcp_memory import Vector
 from tensorhub_core.transport.tcp_wire import (
     CHALLENGE_BYTES,
@@ -41,12 +43,17 @@ from tensorhub_core.transport.tcp_wire import (
 DRIVE_BYTES = 4 << 20
 """What one call receives at most, if it is there by one system call: after each the interpreter's lock is to be had
 again, which takes milliseconds where another thread computes."""
+WAKE_BYTES = 1 << 20
+"""Whoever waits is woken when so much is there: each waking costs the source too, whose sending does it where both are
+on one machine."""
+_WAIT_S = 0.004
 MOST_READS = 1024
 _MOST_UNSENT_BYTES = 4 * MOST_REQUEST_BYTES
 _SELECT_S = 0.1
 _ENDED = "it closed the connection: its process has ended, or it has revoked its memory or given up this reader"
 _STRANGER = "it is not the peer of this description, but one that got its address"
 _ACTIVE = Progress(ReadState.ACTIVE)
+_IDLE = Progress(ReadState.ACTIVE, idle=True)
 _DONE = Progress(ReadState.DONE)
 
 
@@ -93,6 +100,12 @@ class TcpConnection:
         self._small = memoryview(b"")
         """Where a header or a small payload goes."""
         self._got = 0
+        self._owed_bytes = 0
+        """What the answers to all requests come to, heads included."""
+        self._wake_bytes = 1
+        self._drained = False
+        """Nothing was there when it was driven last."""
+        self._calls = VectoredCalls()
         family = socket.AF_INET6 if ":" in endpoint.address else socket.AF_INET
         try:
             self._socket = socket.socket(family, socket.SOCK_STREAM)
@@ -118,6 +131,11 @@ class TcpConnection:
         """Tell whether no read is on its way."""
         return not self._reads
 
+    @property
+    def progress(self) -> Progress:
+        """Return how a read stands that has not ended."""
+        return _IDLE if self._drained else _ACTIVE
+
     def fileno(self) -> int:
         """Return what a selector waits for."""
         return self._socket.fileno()
@@ -141,6 +159,7 @@ class TcpConnection:
         frame = encode_frame(Kind.READ, self._posted, request)
         read.connection = self
         self._reads.append((self._posted, read))
+        self._owed_bytes += HEADER_BYTES + read.vector.total_bytes
         if self.opened:
             self._unsent += frame
         else:
@@ -149,17 +168,33 @@ class TcpConnection:
 
     def drive(self, most_bytes: int = DRIVE_BYTES) -> None:
         """Do what can be done without waiting: connect, send, receive up to a bound. A failure ends the connection."""
+        self._drive(most_bytes, wait=False)
+
+    def wait(self) -> bool:
+        """Receive like `drive`, but wait for the first bytes for some milliseconds; False if there is no sense in it."""
+        if not self.opened or self._unsent or not self._reads:
+            return False
+        wake_bytes = min(WAKE_BYTES, self._owed_bytes)
+        if wake_bytes != self._wake_bytes:
+            with contextlib.suppress(OSError, AttributeError):
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
+            self._wake_bytes = wake_bytes
+        self._drive(DRIVE_BYTES, wait=True)
+        return True
+
+    def _drive(self, most_bytes: int, *, wait: bool) -> None:
         if self._stage is _Stage.CLOSED:
             return
+        self._drained = False
         try:
             if self._stage is _Stage.CONNECTING:
                 self._connect()
             if self._unsent:
                 self._send()
             if self._stage is not _Stage.CONNECTING:
-                self._receive(most_bytes)
+                self._receive(most_bytes, wait)
         except BlockingIOError:
-            pass
+            self._drained = True
         except WireError as error:
             self.fail(str(error))
         except OSError as error:
@@ -200,32 +235,34 @@ class TcpConnection:
     def _send(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._unsent:
-                del self._unsent[: self._socket.send(self._unsent, socket.MSG_NOSIGNAL)]
+                sent = self._socket.send(self._unsent, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+                del self._unsent[:sent]
 
     # --- receiving --------------------------------------------------------------------------------------------------
 
-    def _receive(self, most_bytes: int) -> None:
-        """Receive into place until nothing is there (BlockingIOError) or the bound is reached."""
+    def _receive(self, most_bytes: int, wait: bool) -> None:
+        """Receive into place until nothing is there (BlockingIOError) or the bound is reached; `wait` for the first."""
         left = most_bytes
         while left > 0 and self._stage is not _Stage.CLOSED:
             if self._header is None or self._header.kind is not Kind.BYTES:
-                left -= self._receive_small()
+                left -= self._receive_small(0 if wait else socket.MSG_DONTWAIT)
             else:
-                left -= self._receive_data(left)
+                left -= self._receive_data(left, wait)
+            wait = False
 
-    def _receive_data(self, most_bytes: int) -> int:
+    def _receive_data(self, most_bytes: int, wait: bool) -> int:
         read = self._reads[0][1]
-        views = read.vector.front(most_bytes)
-        count = self._socket.recv_into(views[0]) if len(views) == 1 else self._socket.recvmsg_into(views)[0]
+        count = self._calls.receive(self._socket.fileno(), read.vector.front(most_bytes), wait=wait)
         if not count:
             raise WireError(_ENDED)
         read.vector.advance(count)
+        self._owed_bytes -= count
         if not read.vector.left_bytes:
             self._end_read(_DONE)
         return count
 
-    def _receive_small(self) -> int:
-        count = self._socket.recv_into(self._small[self._got :])
+    def _receive_small(self, flags: int) -> int:
+        count = self._socket.recv_into(self._small[self._got :], 0, flags)
         if not count:
             raise WireError(_ENDED if self.opened else _STRANGER)
         self._got += count
@@ -242,6 +279,8 @@ class TcpConnection:
             return
         header = decode_header(self._head)
         self._check(header)
+        if self.opened:
+            self._owed_bytes -= HEADER_BYTES
         if header.kind is Kind.BYTES:
             self._header = header
             if not header.size_bytes:
@@ -285,14 +324,23 @@ class TcpConnection:
             if header.kind is Kind.REFUSED:
                 raise WireError(decode_text(payload))
             self._enter(_Stage.OPEN)
+            self._bound_waiting()
             self._unsent += b"".join(self._requests)
             self._requests.clear()
         else:
             self._end_read(Progress(ReadState.FAILED, f"{self.endpoint}: {decode_text(payload)}"))
         self._send()
 
+    def _bound_waiting(self) -> None:
+        """Let calls wait that are not told otherwise, but only for a short time."""
+        self._socket.setblocking(True)
+        bound = struct.pack("@ll", 0, int(_WAIT_S * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
+
     def _end_read(self, progress: Progress) -> None:
-        self._reads.popleft()[1].progress = progress
+        read = self._reads.popleft()[1]
+        read.progress = progress
+        self._owed_bytes -= read.vector.left_bytes
         self._expect_head()
 
 

@@ -21,7 +21,8 @@ from tensorhub_core.errors import TransportError
 from tensorhub_core.limits import no_files, start_thread
 from tensorhub_core.transport.extents import Extents
 from tensorhub_core.transport.tcp_addresses import USER_TIMEOUT_S, listen, new_selector, tune
-from tensorhub_core.transport.tcp_memory import MOST_VIEWS, Vector, address_space
+from tensorhub_core.transport.tcp_calls import VectoredCalls
+from tensorhub_core.transport.tcp_memory import MOST_RUNS_OF_A_CALL, Vector
 from tensorhub_core.transport.tcp_wire import (
     MOST_REQUEST_BYTES,
     NONCE_BYTES,
@@ -76,7 +77,6 @@ class TcpServer:
         self.agent = agent
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self.clock = clock
-        self.space = address_space()
         self.allowed = Extents(())
         """What may be read; replaced as a whole, so that threads need no lock."""
         self.limits = ServingLimits() if limits is None else limits
@@ -225,6 +225,7 @@ class _Connection:
         self._server = server
         self._socket = accepted
         self._frames = FrameBuffer()
+        self._calls = VectoredCalls()
 
     def interrupt(self) -> None:
         """Make every system call on the connection end; from any thread, under the server's lock."""
@@ -298,16 +299,16 @@ class _Connection:
         After each of them the interpreter's lock is to be had again, which takes milliseconds where another thread of
         this process computes.
         """
-        vector = Vector(self._server.space)
+        vector = Vector()
         found: tuple[int, bytes] | None = (number, request)
         while found is not None:
             self._add(vector, *found)
-            if len(vector) >= MOST_VIEWS or vector.total_bytes >= _SEND_BYTES:
+            if len(vector) >= MOST_RUNS_OF_A_CALL or vector.total_bytes >= _SEND_BYTES:
                 break
             found = self._frames.take(Kind.READ, RUN_BYTES, MOST_REQUEST_BYTES) if len(self._frames) else None
         while vector.left_bytes:
             try:
-                sent = self._socket.sendmsg(vector.front(_SEND_BYTES), (), socket.MSG_NOSIGNAL)
+                sent = self._calls.send(self._socket.fileno(), vector.front(_SEND_BYTES))
             except BlockingIOError:
                 raise _Ended from None  # the reader took nothing for SO_SNDTIMEO
             vector.advance(sent)
