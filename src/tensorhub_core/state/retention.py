@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tensorhub_core.errors import StateError, TensorHubError, error_from_wire
+from tensorhub_core.errors import CorruptTransfer, StateError, TensorHubError, VersionUnavailable, error_from_wire
 from tensorhub_core.ids import CopyId, Digest, ModelName, ReplicaName, VersionKey
 from tensorhub_core.state.context import Step
 from tensorhub_core.state.keeping import (
@@ -293,6 +293,10 @@ def offload_failed(s: Step, worker: Worker, request: int, m: OffloadFailed) -> N
     if worker.copy is None or worker.copy.id != m.copy or not is_kept_back(s, worker.copy):
         return
     error: TensorHubError = error_from_wire(m.code, m.message)
+    if isinstance(error, CorruptTransfer):
+        # Its memory does not hold the version any more: there is nothing to be kept, and no call to be held back.
+        model = s.model(worker)
+        return give_up(s, model, s.group(worker), model.versions[worker.copy.key], m.message)
     worker.offload_failed, worker.offload_asked = Failure(error.code, m.message), None
     s.model(worker).stuck.add(worker.id)
     s.kept.add(worker.model)
@@ -353,15 +357,20 @@ def hand_over(s: Step, worker: Worker, request: int, _: HandOver) -> None:
 
 
 def answer_handovers(s: Step, model: ModelState) -> None:
-    """Tell those who are about to leave that nothing depends on them."""
+    """Tell those who are about to leave that nothing depends on them, or that nobody is there to take it over."""
     for worker_id in sorted(model.handovers):
         worker = s.state.workers[worker_id]
         group = s.group(worker)
-        if all(is_free(s, model, group, record) for record in model.versions.values()):
-            request, worker.handover_request = worker.handover_request, None
-            model.handovers.discard(worker_id)
-            if request is not None:
-                s.reply(worker, request, Ok())
+        bound = [key for key, record in model.versions.items() if not is_free(s, model, group, record)]
+        if bound and any(is_reliable(s, other) for other in model.groups.values() if other is not group):
+            continue
+        request, worker.handover_request = worker.handover_request, None
+        model.handovers.discard(worker_id)
+        if request is not None and bound:
+            text = f"nobody is there who could take over version {', '.join(map(show, sorted(bound)))}"
+            s.fail(worker, request, VersionUnavailable(text))
+        elif request is not None:
+            s.reply(worker, request, Ok())
 
 
 def after_failure(s: Step, name: ModelName, replica: ReplicaName, keys: set[VersionKey], reason: str) -> None:
