@@ -25,13 +25,13 @@ pytestmark = pytest.mark.timeout(120)
 
 NAMES = ["auto", "cma", "tcp", "nixl"]
 REFUSED = {
-    ("cma", "tcp"): "serves by 'tcp', this side reads by 'cma'",
-    ("cma", "nixl"): "serves by 'nixl', this side reads by 'cma'",
-    ("tcp", "cma"): "serves by 'cma', this side reads by 'tcp'",
-    ("tcp", "nixl"): "serves by 'nixl', this side reads by 'tcp'",
-    ("nixl", "cma"): "serves by 'cma', this side reads by 'nixl'",
-    ("nixl", "tcp"): "serves by 'tcp', this side reads by 'nixl'",
-    ("nixl", "auto"): "serves by cma, tcp, this side reads by 'nixl' alone",
+    ("cma", "tcp"): "serves by tcp, this worker reads by cma alone",
+    ("cma", "nixl"): "serves by nixl, this worker reads by cma alone",
+    ("tcp", "cma"): "serves by cma, this worker reads by tcp alone",
+    ("tcp", "nixl"): "serves by nixl, this worker reads by tcp alone",
+    ("nixl", "cma"): "serves by cma, this worker reads by nixl alone",
+    ("nixl", "tcp"): "serves by tcp, this worker reads by nixl alone",
+    ("nixl", "auto"): "serves by cma, tcp, this worker reads by nixl alone",
 }
 
 

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from tensorhub_core.client.reading import SourceAccess
 from tensorhub_core.client.sums import unpack_sums
 from tensorhub_core.clock import Deadline
-from tensorhub_core.errors import DeadlineExceeded, LayoutMismatch, StateError, TensorHubError
+from tensorhub_core.errors import DeadlineExceeded, LayoutMismatch, StateError, TensorHubError, TransportError
 from tensorhub_core.ids import Digest
 from tensorhub_core.layout.canonical import decode_layout, digest_of
 from tensorhub_core.layout.segments import SegmentTable, segment_table
 from tensorhub_core.layout.types import Layout, Placement
 from tensorhub_core.state.messages import Blob, GetBlob, Reply, Request, Source
-from tensorhub_core.transport.description import ways_of
+from tensorhub_core.transport.description import no_way, ways_of
 
 Call = Callable[[Request, Deadline], Reply]
 _CACHED_BYTES = 64 << 20
@@ -152,11 +152,9 @@ def decode_placement(data: bytes, known: KnownLayout, transport: str) -> Whereab
         placement = msgspec.msgpack.decode(data, type=Placement)
     except (msgspec.DecodeError, RecursionError) as error:
         raise LayoutMismatch(f"a placement cannot be read: {error}") from None
-    if not ways_of(transport) & ways_of(placement.transport, placement.agent):
-        raise LayoutMismatch(
-            f"the source is reached by {placement.transport[:32]!r}, this worker reads by {transport!r}, and they have "
-            "no way in common: give both the same transport"
-        )
+    offered = ways_of(placement.transport, placement.agent)
+    if not ways_of(transport) & offered:
+        raise TransportError(no_way(transport, offered))
     storages = len(known.layout.storages)
     if len(placement.addresses) != 8 * storages or len(placement.devices) != storages:
         raise LayoutMismatch(f"a placement does not name an address and a device for each of {storages:,} storages")

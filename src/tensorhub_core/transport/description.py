@@ -6,7 +6,7 @@ transport to use finds its own inside; one that may choose takes a single one as
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -19,6 +19,7 @@ AUTO = "auto"
 WAYS: tuple[str, ...] = ("cma", "nixl", "tcp")
 """What `auto` chooses from."""
 _MOST_MEMBERS = 16
+_MOST_SHOWN = 32
 FORMAT = 1
 MAX_DESCRIPTION_BYTES = 16 << 20
 """Upper bound of a description: NIXL needs about 44 bytes per region."""
@@ -71,11 +72,10 @@ def decode_description(data: bytes, transport: str) -> Description:
     if found.transport == AUTO != transport:
         inside = _members(found)[1]
         if transport not in inside:
-            offered = ", ".join(sorted(inside)) or "nothing"
-            raise TransportError(f"the peer serves by {offered}, this side reads by {transport!r} alone")
+            raise TransportError(no_way(transport, inside))
         found = _decode(inside[transport])
     if found.transport != transport:
-        raise TransportError(f"the peer serves by {found.transport[:32]!r}, this side reads by {transport!r}")
+        raise TransportError(no_way(transport, (found.transport,)))
     return found
 
 
@@ -99,6 +99,21 @@ def ways_of(transport: str, description: bytes = b"") -> frozenset[str]:
     if transport != AUTO:
         return frozenset((transport,))
     return frozenset(decode_offer(description).descriptions if description else WAYS)
+
+
+def no_way(reader: str, offered: Collection[str]) -> str:
+    """Say that a reader told to use the transport `reader` finds none of its ways among those a source offers."""
+    listed = ", ".join(way if way in WAYS else repr(way[:_MOST_SHOWN]) for way in sorted(offered)) or "nothing"
+    if reader == AUTO:
+        return f"the source serves by {listed}, this worker reads by {', '.join(WAYS)}: {_set(AUTO)} for the source"
+    return (
+        f"the source serves by {listed}, this worker reads by {reader} alone: {_set(AUTO)} for this worker, "
+        f"or transport={reader!r} for the source"
+    )
+
+
+def _set(transport: str) -> str:
+    return f"set transport={transport!r} (connect(transport=...) or TENSORHUB_TRANSPORT)"
 
 
 def _decode(data: bytes) -> Description:

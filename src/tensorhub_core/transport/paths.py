@@ -80,6 +80,11 @@ def _may_be_near(here: Side, there: Side) -> bool:
 def why_none(here: Side, there: Side, *, cpu: bool) -> str:
     """Say why `rank` is empty."""
     offered, known = ", ".join(sorted(there.ways)) or "nothing", ", ".join(sorted(here.ways)) or "nothing"
+    if cpu and here.ways & there.ways == {"cma"}:
+        return (
+            f"the peer serves by {offered}, and by cma a process reads only its own machine's, in one PID namespace, "
+            "which the peer's is not: set transport='auto' or 'tcp' for the peer"
+        )
     if not cpu:
         need = "this side needs NIXL: pip install 'tensorhub-core[nixl]'"
         if "nixl" in here.ways:

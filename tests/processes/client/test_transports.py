@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 
 import pytest
 
 from tensorhub_core import VersionUnavailable
+from tensorhub_core.transport.host import rdma_devices
 from tests.processes.client.actor import Actor
 from tests.processes.client.conftest import Hub
 from tests.processes.client.samples import is_filled, make, same
 from tests.transport.lab import HAS_NIXL
 
 pytestmark = pytest.mark.timeout(90)
+
+PAIR = ("tcp", "cma")
 
 
 @pytest.mark.parametrize(
@@ -38,18 +42,55 @@ def test_a_named_transport_and_one_that_chooses_understand_each_other(
         assert f" is read by {way}: " in line
 
 
-def test_transports_without_a_way_in_common_are_named(
-    here: Hub, other: Actor, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("source", "reader", "serves"),
+    [
+        ("cma", "tcp", "cma"),
+        ("tcp", "cma", "tcp"),
+        ("tcp", "nixl", "tcp"),
+        ("nixl", "tcp", "nixl"),
+        ("auto", "nixl", ""),
+    ],
+)
+def test_transports_without_a_way_in_common_are_named_in_the_error(
+    here: Hub, other: Actor, source: str, reader: str, serves: str
 ) -> None:
-    here.publisher(other, "plain", settings={"transport": "tcp"})
-    reader, tensors = here.reader("plain", transport="cma")
+    if "nixl" in (source, reader) and not HAS_NIXL:
+        pytest.skip("NIXL is not installed")
+    if source == "auto" and rdma_devices():
+        pytest.skip("auto serves by NIXL here")
+    here.publisher(other, "plain", settings={"transport": source})
+    worker, tensors = here.reader("plain", transport=reader)
     begun = time.monotonic()
-    with pytest.raises(VersionUnavailable, match="trainer: unreachable"):
-        reader.replicate(timeout_s=20)
+    with pytest.raises(VersionUnavailable) as raised:
+        worker.replicate(timeout_s=20)
     assert time.monotonic() - begun < 15
-    assert "the source is reached by 'tcp', this worker reads by 'cma'" in caplog.text
-    assert "give both the same transport" in caplog.text
+    said = str(raised.value)
+    assert f"trainer: unreachable (the source serves by {serves}" in said
+    assert f"this worker reads by {reader} alone: set transport='auto'" in said
+    assert f"or transport='{reader}' for the source" in said
     assert is_filled(tensors)
+
+
+def test_all_shards_hear_which_of_them_has_no_way_to_its_source(here: Hub, other: Actor) -> None:
+    here.publisher(other, "plain", settings={"transport": "tcp"})
+    readers = [here.reader("plain", replica="pair", shard=n, num_shards=2, transport=t) for n, t in enumerate(PAIR)]
+    errors: dict[int, Exception] = {}
+
+    def replicate(number: int) -> None:
+        try:
+            readers[number][0].replicate(timeout_s=20)
+        except Exception as error:
+            errors[number] = error
+
+    threads = [threading.Thread(target=replicate, args=(number,)) for number in range(len(PAIR))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for number in range(len(PAIR)):
+        assert isinstance(errors[number], VersionUnavailable)
+        assert "pair/1 (tried: trainer: unreachable (the source serves by tcp" in str(errors[number])
 
 
 def test_the_setting_is_what_auto_as_an_argument_means(here: Hub, other: Actor) -> None:

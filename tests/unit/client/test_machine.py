@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -36,6 +38,7 @@ from tensorhub_core.errors import (
     TransportError,
     VersionUnavailable,
 )
+from tensorhub_core.state.bounds import MOST_DETAIL
 from tensorhub_core.state.messages import (
     Committed,
     Discard,
@@ -54,6 +57,7 @@ from tensorhub_core.state.messages import (
     SourceProgress,
     SourceSlow,
 )
+from tensorhub_core.wire.codec import decode_request, encode, split
 from tests.unit.client.round_driver import CANCELLED, VERIFIED, Driver, ended, only, outcome, source, updating
 
 
@@ -128,6 +132,14 @@ def test_a_source_that_cannot_be_described_is_replaced() -> None:
     driver.promise()
     ask = only(driver.feed(PlanFailed(StateError("no blob"), "l1")), Ask)
     assert ask.message == Relocate(3, (LeaseFailure("l1", "unreachable", "no blob"),))
+
+
+def test_what_exactly_failed_goes_to_the_server_within_its_bound() -> None:
+    driver = Driver().to_reading()
+    failed = ReadEnded(replace(outcome(ReadEnd.SOURCE_FAILED, "l1", "lost"), detail="x" * 10_000))
+    asked = only(driver.feed(failed), Ask).message
+    assert asked == Relocate(3, (LeaseFailure("l1", "lost", "x" * MOST_DETAIL),))
+    assert decode_request(split(encode(1, asked))) == asked
 
 
 def test_a_lost_lease_stops_its_source_and_the_read_goes_on_elsewhere() -> None:

@@ -182,6 +182,19 @@ def test_corruption_of_the_only_source_is_named() -> None:
     assert "trainer: corrupt" in failure.message
 
 
+def test_the_error_says_what_exactly_failed_at_each_source() -> None:
+    hub = Hub()
+    for replica in ("one", "two"):
+        publish(trainer(hub, replica), 1)
+    (r,) = trainer(hub, "reader")
+    lease = r.answer(r.join(0), Promise).sources[0].lease
+    again = r.call(Relocate(0, (LeaseFailure(lease, "unreachable", "it serves by pigeon"),)), Promise)
+    failure = r.call(Relocate(0, (LeaseFailure(again.sources[0].lease, "lost"),)), Failure)
+    first, second = failure.message.split("(tried: ")[1].split("; ")[:2]
+    assert first.endswith(": unreachable (it serves by pigeon)")
+    assert second.endswith(": lost")
+
+
 def test_one_shards_failure_breaks_the_round_for_all() -> None:
     hub = Hub()
     publish(trainer(hub, shards=2), 1)

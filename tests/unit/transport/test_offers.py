@@ -14,6 +14,7 @@ from tensorhub_core.transport.description import (
     decode_offer,
     encode_description,
     encode_offer,
+    no_way,
     ways_of,
 )
 from tensorhub_core.transport.host import Host
@@ -39,10 +40,25 @@ def test_a_single_description_is_an_offer_of_one_way() -> None:
 def test_a_named_transport_finds_its_member_inside() -> None:
     assert decode_description(BOTH, "tcp") == decode_description(TCP, "tcp")
     assert decode_description(BOTH, "auto").agent == "a"
-    with pytest.raises(TransportError, match=r"serves by cma, tcp, this side reads by 'nixl' alone"):
+    with pytest.raises(TransportError, match=r"serves by cma, tcp, this worker reads by nixl alone"):
         decode_description(BOTH, "nixl")
-    with pytest.raises(TransportError, match="serves by 'tcp'"):
+    with pytest.raises(TransportError, match="serves by tcp"):
         decode_description(TCP, "auto")
+
+
+def test_two_that_cannot_read_each_other_hear_what_each_has_and_what_to_set() -> None:
+    said = no_way("tcp", ["cma"])
+    assert said.startswith("the source serves by cma, this worker reads by tcp alone: ")
+    assert "set transport='auto'" in said
+    assert "TENSORHUB_TRANSPORT" in said
+    assert said.endswith("or transport='tcp' for the source")
+    assert "set transport='auto' (connect(transport=...) or TENSORHUB_TRANSPORT) for the source" in no_way(
+        "auto", ["x"]
+    )
+    assert "serves by nothing" in no_way("tcp", [])
+    hostile = no_way("tcp", ["a\nb" + "x" * 1000, "cma"])
+    assert "\n" not in hostile
+    assert len(hostile) < 300
 
 
 def test_ways_in_common() -> None:

@@ -97,6 +97,8 @@ def test_what_is_said() -> None:
     assert line("agent", way, ["cma: no", "nixl: no"]).endswith(" (not by cma: no; nixl: no)")
     here, plain = Side(frozenset(WAYS), HERE), Side(frozenset({"memory"}))
     assert "serves by memory" in why_none(here, plain, cpu=True)
+    far = Side(frozenset({"cma"}), HOSTS["other machine"])
+    assert "set transport='auto' or 'tcp' for the peer" in why_none(here, far, cpu=True)
     assert "connect(transport='nixl')" in why_none(here, Side(frozenset({"tcp"})), cpu=False)
     assert "pip install" in why_none(Side(frozenset({"tcp"})), Side(frozenset({"nixl"})), cpu=False)
 
