@@ -54,12 +54,12 @@ class Link:
     belong to one thread.
     """
 
-    def __init__(self, address: str, keys: ClientKeys | None = None) -> None:
-        """Begin to connect, by CURVE if there are `keys`.
+    def __init__(self, addresses: tuple[str, ...], keys: ClientKeys | None = None) -> None:
+        """Begin to connect to the first address, by CURVE if there are `keys`; the others are for `renew`.
 
-        Raises ConfigError if the address is malformed, TransportError if files run out.
+        Raises ConfigError if an address is malformed, TransportError if files run out.
         """
-        self.address = address
+        self.address = addresses[0]
         self._keys = keys
         self._troubles: dict[str, str] = {}
         self.connected = False
@@ -70,7 +70,9 @@ class Link:
         for end in (self._wake_read, self._wake_write):
             os.set_blocking(end, False)
         try:
-            self._sockets: _Sockets | None = self._open(address)
+            for other in addresses[1:]:
+                self._check(other)
+            self._sockets: _Sockets | None = self._open(self.address)
         except BaseException:
             self._end()
             raise
@@ -120,11 +122,18 @@ class Link:
         except zmq.ZMQError as error:
             raise TransportError(no_files("a connection to the server", error)) from None
         try:
-            dealer.connect(address)
-        except (zmq.ZMQError, UnicodeError) as error:
+            _connect(dealer, address)
+        except ConfigError:
             monitor.close(0)
-            raise ConfigError(f"{address!r} is not an address: write tcp://HOST:PORT ({error})") from None
+            raise
         return _Sockets(dealer, monitor)
+
+    def _check(self, address: str) -> None:
+        """Raise ConfigError now, and not in the hour of need, if nobody could ever connect to an address."""
+        with self._context.socket(zmq.DEALER) as probe:
+            probe.setsockopt(zmq.LINGER, 0)
+            probe.setsockopt(zmq.IPV6, int("[" in address))
+            _connect(probe, address)
 
     def renew(self, address: str | None = None) -> None:
         """Drop the connection and begin to connect again, to another address if one is given.
@@ -245,3 +254,10 @@ class Link:
             os.close(self._wake_write)
             os.close(self._wake_read)
             self._wake_write = self._wake_read = -1
+
+
+def _connect(socket: zmq.Socket[bytes], address: str) -> None:
+    try:
+        socket.connect(address)
+    except (zmq.ZMQError, UnicodeError) as error:
+        raise ConfigError(f"{address!r} is not an address: write tcp://HOST:PORT ({error})") from None

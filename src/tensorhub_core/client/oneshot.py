@@ -54,7 +54,7 @@ class _Question:
         self._timeout_s, self._end_s = timeout_s, now + timeout_s
         self._search = Search(addresses, now)
         self._numbers = itertools.count(1)
-        self._link = Link(addresses[0], keys)
+        self._link = Link(addresses, keys)
 
     @property
     def address(self) -> str:

@@ -81,7 +81,7 @@ class Session:
         """The offload copies that a hello names, and their blobs; replaced as a whole."""
         self.high: tuple[int, int] | None = None
         self.hellos = 0
-        self._link = Link(addresses[0], keys)
+        self._link = Link(addresses, keys)
         self._search = Search(addresses, time.monotonic(), elsewhere=resolve is not None)
         self._numbers = itertools.count(1)
         self._pending = Pending()

@@ -41,6 +41,8 @@ class FakeServer:
     protocol: int = PROTOCOL
     epoch: int = 1
     bind: str = "tcp://127.0.0.1:*"
+    mute: bool = False
+    """Read on, but say nothing any more, as a process that is stopped."""
     known: set[bytes] = field(default_factory=set)
     received: list[tuple[bytes, int, Request]] = field(default_factory=list)
 
@@ -68,6 +70,8 @@ class FakeServer:
             if not self.socket.poll(10):
                 continue
             session, *frames = self.socket.recv_multipart()
+            if self.mute:
+                continue
             header = split(frames)
             message = decode_request(header)
             if isinstance(message, Hello):
