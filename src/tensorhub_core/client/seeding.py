@@ -63,6 +63,8 @@ class Seeder:
 
         What goes wrong is logged and tried again, but for memory that is not there: raises ConfigError.
         """
+        for buffer in self.buffers:  # so that a keeper is known to be there before the first version is published
+            buffer.workers.append(self._connect(buffer.replica, 0, 1))
         newest: Version | None = None
         while not self._stopped():
             try:
