@@ -80,26 +80,39 @@ def check_hello(s: Step, m: Hello) -> None:
 
 
 def hear_high(s: Step, model: ModelState, m: Hello) -> None:
-    """Learn the highest version a client ever heard of, and that there was a server life before this one."""
+    """Learn the highest version a client ever heard of, and that there was a server life before this one.
+
+    There was one if this life has not met the process, which knows of versions already: it may hold one that others
+    read, whatever newer ones were published meanwhile.
+    """
     keys: list[VersionKey] = []
     if m.high is not None:
         keys.append((m.high[0], m.high[1]))
     if m.held is not None:
         keys.append((m.held.epoch, m.held.number))
     keys += [(held.epoch, held.number) for held in m.offloads]
+    comes_back = bool(keys) and not m.observer and not is_known(s, model, m)
     for key in keys:
         if s.state.deserted:
             s.state.deserted, s.state.listening, s.state.listen_from_s = False, True, s.now
         known = max((k for k in (model.high, model.heard) if k is not None), default=None)
         if known is None or key > known:
-            model.heard = key
-            s.state.listening = s.state.listening or s.now < s.state.listen_from_s + s.state.config.grace_s
+            model.heard, comes_back = key, True
         if key[0] >= model.epoch:
             model.epoch = key[0]
             if (m.held is not None or m.offloads) and m.stream is not None and m.stream not in model.streams:
                 model.stream = m.stream
                 model.streams.append(m.stream)
         s.touched.add(model.name)
+    if comes_back and s.now < s.state.listen_from_s + s.state.config.grace_s:
+        s.state.listening = True
+
+
+def is_known(s: Step, model: ModelState, m: Hello) -> bool:
+    """Tell whether this life of the server knows the process that says hello."""
+    group = model.groups.get(ReplicaName(m.replica))
+    worker = None if group is None else s.worker_at(group, m.shard)
+    return worker is not None and worker.token == m.token
 
 
 def admit(s: Step, session: SessionId, m: Hello) -> Worker:

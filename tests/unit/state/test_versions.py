@@ -199,6 +199,18 @@ def test_a_restarted_server_listens_first_and_never_goes_back() -> None:
     stale.answer(taken, Ok)
 
 
+def test_a_restarted_server_listens_also_to_who_holds_something_older_than_what_it_knows() -> None:
+    hub = Hub(server_epoch=2)
+    worker(hub, "trainer").publish(4, b"four", Published)
+    stale = hub.peer("stale")
+    held = Held(1, 3, digest(b"layout"), digest(b"p"), digest(b"three"), 400, 4)
+    stale.call(Hello(1, "stale", "policy", "stale", held=held, high=(1, 3)), Welcome)
+    taken = stale.unpublish()
+    assert taken not in stale.answers, "somebody who is not back yet may read it"
+    hub.later(hub.config.grace_s + 0.5)
+    stale.answer(taken, Ok)
+
+
 def test_a_server_that_was_cut_off_from_everybody_listens_first_too() -> None:
     hub = Hub()
     holder, reader = hub.hello("holder"), hub.hello("reader")
