@@ -136,14 +136,16 @@ class Cluster:
             (client + "connect", "_transport_maker"): lambda transport, config: self._transport,
             (client + "connect", "secrets"): SimpleNamespace(token_hex=self._token),
             (client + "executor", "FlowSettings"): flow,
+            (client + "offload", "available_bytes"): lambda: 1 << 30,
+            (client + "connect", "available_bytes"): lambda: 1 << 30,
         }
 
     def _process(self) -> Process:
         assert self.timeline.current is not None
         return self.timeline.current.process
 
-    def _link(self, address: str, *_: object) -> SimLink:
-        return SimLink(self.network, self._process(), address)
+    def _link(self, addresses: tuple[str, ...], *_: object) -> SimLink:
+        return SimLink(self.network, self._process(), addresses[0])
 
     def _transport(self) -> object:
         return self.plane.of(self._process())
@@ -207,6 +209,7 @@ class Cluster:
     def _perform(self, life: Life, call: Call) -> None:
         worker = life.worker
         assert worker is not None
+        life.call = call
         Waiters(self.timeline).wait(call.delay_s)
         self.judge.began(life, call)
         try:

@@ -104,16 +104,26 @@ class Judge:
         life = self._life_of(worker)
         if life is None or not life.alive or life.worker is None:
             return
-        staged = life.worker._resources.room.memory if copy is worker.staged else None
-        if copy is worker.staged and staged is None:
-            return
-        memory = life.memory if staged is None else self._named(staged)
-        if self.stream_of(memory, copy.key[1], life.slot.shard, life.slot.num_shards) is None:
+        memory = self._memory_of(life, copy, worker)
+        if memory is not None and self.stream_of(memory, copy.key[1], life.slot.shard, life.slot.num_shards) is None:
             raise Violation(f"L3: {life.name} holds other bytes than version {copy.key}, which somebody may read")
 
-    def _named(self, staged: Any) -> dict[str, content.Bytes]:
-        names = [staged.layout.tensors[group[0]].name for group in staged.layout.storages]
-        return dict(zip(names, staged.buffers, strict=True))
+    def _memory_of(self, life: Life, copy: Copy, worker: Worker) -> dict[str, content.Bytes] | None:
+        """Return the memory in which a copy lies, as far as it can be told."""
+        assert life.worker is not None
+        resources: Any = life.worker._resources
+        if copy is worker.copy:
+            return life.memory
+        if copy is worker.staged:
+            buffers = None if resources.room.memory is None else resources.room.memory.buffers
+        else:
+            kept = [entry.memory for entry in resources.offloads._entries if entry.id == copy.id]
+            buffers = kept[0]._arena.buffers if kept and kept[0] is not None else None
+        layout = None if resources.memory is None else resources.memory.layout
+        if buffers is None or layout is None:
+            return None
+        names = [layout.tensors[group[0]].name for group in layout.storages]
+        return dict(zip(names, buffers, strict=True))
 
     def _life_of(self, worker: Worker) -> Life | None:
         connection = self._cluster.network.hub.peers.get(worker.session)

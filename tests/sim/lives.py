@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from tensorhub_core.ids import SessionId
-from tensorhub_core.state.messages import Reply, Request, Source, Unstage
+from tensorhub_core.state.messages import Reply, Request, Source, Unpublish, Unstage
 
 SEGMENTS = 2
 Cell = tuple[int, int] | None
@@ -22,10 +22,16 @@ class Life:
     num_shards: int
     is_trainer: bool
     cells: list[Cell] = field(default_factory=lambda: [None] * SEGMENTS)
+    placement: bytes = b""
     staging: bytes = b""
     staged_cells: list[Cell] = field(default_factory=lambda: [None] * SEGMENTS)
     staged: int | None = None
     unstaging: bool = False
+    offloads: dict[bytes, list[Cell]] = field(default_factory=dict)
+    """What lies in offload memory, by the digest of its placement."""
+    making: tuple[str, int] | None = None
+    """The copy to be offloaded, and its version."""
+    withdrawing: int | None = None
     mode: str = "replicate"
     outbox: deque[tuple[int, Request]] = field(default_factory=deque)
     inbox: deque[tuple[int, Reply]] = field(default_factory=deque)
@@ -52,6 +58,11 @@ class Life:
         """Return the memory that the present round fills."""
         return self.staged_cells if self.mode == "stage" else self.cells
 
+    def unpublish(self) -> None:
+        """Take the copy back; its memory is not used before the answer."""
+        self.withdrawing = self.published
+        self.ask(Unpublish())
+
     def read_from(self, sources: tuple[Source, ...]) -> None:
         """Read from these sources from now on."""
         self.sources = sources
@@ -66,3 +77,10 @@ class Life:
 def sums(number: int, shard: int) -> bytes:
     """Return the checksums of a version's shard."""
     return b"sums %d %d" % (number, shard)
+
+
+def cells_of(life: Life, placement: bytes) -> list[Cell]:
+    """Return the memory that a placement names; offload memory that was freed holds nothing."""
+    if placement == life.staging:
+        return life.staged_cells
+    return life.cells if placement == life.placement else life.offloads.get(placement, [None] * SEGMENTS)

@@ -40,6 +40,8 @@ class Scenario:
     """Shards of each reader replica; another number than the trainer's two means another layout."""
     faults: tuple[Fault, ...] = ()
     one_sided: bool = True
+    retain: int = 0
+    """Versions that the hub retains (law L11)."""
     queues: bool = False
     """Readers queue behind others that have yet to begin."""
     hub_kill_at_rest: bool = False
@@ -67,6 +69,7 @@ def draw(seed: int) -> Scenario:
         readers,
         tuple(sorted(faults, key=lambda fault: fault.at_s)),
         one_sided=chance.random() < 0.6,
+        retain=chance.choice((0, 0, 1, 2)),
         queues=chance.random() < 0.5,
         hub_kill_at_rest=chance.random() < 0.3,
         joins_at_rest=chance.random() < 0.5,

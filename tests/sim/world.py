@@ -3,7 +3,8 @@
 Every worker holds `SEGMENTS` cells; a cell is what was last written there: (version, shard) or garbage. A read copies
 cells from the source's memory as it is at that moment. The world knows the truth, the machine does not: whatever a
 group believes to have committed has to be in its cells. With `stages`, readers have a second row of cells in which they
-stage versions, to install them later.
+stage versions, to install them later. The newest versions are retained, 0 to 2 by seed; some replicas are spot, some
+leave as they should.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tensorhub_core.state.messages import (
     JoinRound,
     LeaseFailure,
     LeaseLost,
+    Leave,
     LeaveRound,
     NothingNewer,
     Ok,
@@ -48,7 +50,8 @@ from tensorhub_core.state.messages import (
     Welcome,
 )
 from tests.sim.hub import digest
-from tests.sim.lives import SEGMENTS, Life, sums
+from tests.sim.keeping import Keeper, SecondOpinion, forget_rounds
+from tests.sim.lives import SEGMENTS, Life, cells_of, sums
 
 
 class World:
@@ -62,6 +65,7 @@ class World:
         trainers: int = 1,
         checksums: bool = True,
         stages: bool = False,
+        retain: int | None = None,
     ) -> None:
         self.checksums, self.stages = checksums, stages
         self.installing: dict[tuple[str, int], set[int]] = {}
@@ -70,7 +74,11 @@ class World:
         self.chance = random.Random(seed)
         self.now = 0.0
         queues = 0 if self.chance.random() < 0.5 else 1 << 30  # of readers behind one that has yet to begin
-        config = MachineConfig(server_epoch=1, join_timeout_s=8.0, worth_waiting_bytes=queues)
+        retain = self.chance.randrange(3) if retain is None else retain
+        config = MachineConfig(server_epoch=1, join_timeout_s=8.0, worth_waiting_bytes=queues, retain=retain)
+        self.keeper, self.opinion = Keeper(self.chance), SecondOpinion()
+        spot_share = self.chance.choice([0.0, 0.3, 0.8]) if retain else 0.0
+        self.spots = {f"reader{r}": self.chance.random() < spot_share for r in range(readers)}
         self.state = ServerState.new(config, 0.0)
         self.lives: list[Life] = []
         self.by_session: dict[SessionId, Life] = {}
@@ -91,9 +99,11 @@ class World:
         life = Life(SessionId(b"s%d" % self.born), replica, shard, self.shards, is_trainer)
         self.lives.append(life)
         self.by_session[life.session] = life
-        life.ask(Hello(1, f"t{self.born}", "policy", replica, shard, self.shards))
+        spot = self.spots.get(replica, False)
+        life.ask(Hello(1, f"t{self.born}", "policy", replica, shard, self.shards, spot=spot))
         life.staging = digest(b"staging %d" % self.born)
         layout, placement = b"layout %d" % shard, b"placement %d" % self.born
+        life.placement = digest(placement)
         life.ask(PutBlob(digest(layout), layout))
         life.ask(PutBlob(digest(placement), placement))
         life.ask(Register(digest(layout), digest(placement), 200, SEGMENTS))
@@ -106,6 +116,7 @@ class World:
         self.state, effects = step(self.state, event, self.now)
         broken = check(self.state)
         assert not broken, broken
+        self.opinion.look(self.state)
         for effect in effects:
             if isinstance(effect, Send) and (life := self.by_session.get(effect.session)) is not None and life.alive:
                 life.inbox.append((effect.request, effect.message))
@@ -130,6 +141,9 @@ class World:
                 if isinstance(message, JoinRound) and message.mode == "install":
                     self.installing.setdefault((life.replica, message.round), set()).add(life.shard)
                 self.feed(Received(life.session, request, message))
+                if isinstance(message, Leave):
+                    self.replace(life)
+                    forget_rounds(self.state, self.outcomes, self.installing)
             elif life.inbox:
                 self.hear(life, *life.inbox.popleft())
             elif life.alive:
@@ -142,6 +156,12 @@ class World:
         if self.chance.random() < 0.5:
             life.paused_until = self.now + self.chance.choice([1.0, 6.0, 20.0])
             return
+        if self.state.config.retain and self.chance.random() < 0.4:
+            return self.keeper.leave([x for x in self.lives if x.replica == life.replica and x.alive])
+        self.replace(life)
+
+    def replace(self, life: Life) -> None:
+        """End a process, and start another one in its place."""
         life.alive = False
         life.outbox.clear()
         self.lives.remove(life)
@@ -149,7 +169,12 @@ class World:
 
     def act(self, life: Life) -> None:
         """Let a worker do the next thing on its own account."""
-        if life.phase == "idle" and life.is_trainer:
+        if self.keeper.act(life):
+            return
+        if life.phase == "leaving":
+            if self.chance.random() < 0.01:
+                life.ask(Leave())
+        elif life.phase == "idle" and life.is_trainer:
             group = [x for x in self.lives if x.replica == life.replica]
             number = self.next_number(group)
             life.cells = [(number, life.shard)] * SEGMENTS
@@ -158,7 +183,7 @@ class World:
             life.phase, life.promised = "publishing", (1, number)
         elif life.phase == "published" and self.chance.random() < 0.1:
             if life.is_trainer:
-                life.ask(Unpublish())
+                life.unpublish()
                 life.phase = "draining"
             else:
                 self.join(life)
@@ -211,9 +236,7 @@ class World:
         source = able[0] if len(able) == 1 else self.chance.choice(able)
         self.most_sources = max(self.most_sources, len(able))
         holder = self.holder(source)
-        staged = holder is not None and source.placement == holder.staging
-        cells = [None] * SEGMENTS if holder is None else holder.staged_cells if staged else holder.cells
-        cell = cells[life.verified]
+        cell = None if holder is None else cells_of(holder, source.placement)[life.verified]
         wrong = self.checksums and cell != (life.promised[1], life.shard)
         if holder is None or not holder.alive or wrong:
             kind = "lost" if holder is None or not holder.alive else "corrupt"
@@ -232,6 +255,8 @@ class World:
     def hear(self, life: Life, request: int, message: Reply) -> None:
         """Let a worker take a message in."""
         asked = life.requests.pop(request, None)
+        if self.keeper.hear(life, asked, message) or (life.phase == "leaving" and not isinstance(message, Superseded)):
+            return
         if isinstance(message, Welcome):
             life.round, life.phase = message.next_round, "idle"
         elif isinstance(message, (Superseded, UnknownSession)):
@@ -271,6 +296,8 @@ class World:
             life.filled[:], life.phase = [None] * SEGMENTS, "reading"
         elif isinstance(asked, Unpublish) and isinstance(message, Ok):
             self.withdrawn(life)
+        elif isinstance(asked, Unpublish) and life.published is not None and life.published == life.withdrawing:
+            self.held_back(life)
         elif isinstance(asked, Unstage) and isinstance(message, Ok):
             life.unstaging, life.staged_cells = False, [(-self.born, 0)] * SEGMENTS
         elif (
@@ -310,7 +337,7 @@ class World:
         else:
             life.read_from(promise.sources)
         if life.phase == "joining" and life.published is not None and life.mode != "stage":
-            life.ask(Unpublish())
+            life.unpublish()
             life.phase = "withdrawing"
             return
         if life.phase == "joining":
@@ -328,6 +355,16 @@ class World:
             life.phase = "opening"
             life.ask(Filling(life.round))
 
+    def held_back(self, life: Life) -> None:
+        """Go on publishing what could not be offloaded."""
+        if life.phase == "withdrawing":
+            life.ask(LeaveRound(life.round, "config_error", "no memory"))
+            self.note_outcome(life, "aborted")
+            life.round += 1
+            life.read_from(())
+        if life.phase in ("withdrawing", "draining", "idle"):
+            life.phase = "published"
+
     def end_round(self, life: Life) -> None:
         """Give a round up; the memory is what it is."""
         if life.phase in ("joining", "withdrawing", "opening", "reading", "relocating", "done"):
@@ -337,7 +374,7 @@ class World:
             life.phase = "published" if keep else "idle"
             self.note_outcome(life, "aborted")
             if not keep and life.published is not None:
-                life.ask(Unpublish())
+                life.unpublish()
                 life.published = None
             life.round += 1
             life.read_from(())
@@ -355,5 +392,5 @@ class World:
             worker = self.state.workers[copy.worker]
             life = self.by_session[worker.session]
             right = [(copy.key[1], life.shard)] * copy.prefix
-            cells = life.staged_cells if copy is worker.staged else life.cells
+            cells = cells_of(life, copy.memory.placement)
             assert not life.alive or cells[: copy.prefix] == right, "a leased copy was overwritten"

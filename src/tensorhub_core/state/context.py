@@ -8,6 +8,7 @@ from tensorhub_core.errors import TensorHubError
 from tensorhub_core.ids import ModelName, ReplicaName, SessionId, VersionKey, WorkerId
 from tensorhub_core.state.events import Drop, Effect, Log, Send
 from tensorhub_core.state.messages import Failure, Reply
+from tensorhub_core.state.ordered import OrderedSet
 from tensorhub_core.state.records import Copy, Group, ModelState, ServerState, Worker
 
 NO_SESSION = SessionId(b"")
@@ -25,8 +26,8 @@ class Step:
     state: ServerState
     now: float
     effects: list[Effect] = field(default_factory=list)
-    touched: set[ModelName] = field(default_factory=set)
-    touched_groups: set[tuple[ModelName, ReplicaName]] = field(default_factory=set)
+    touched: OrderedSet[ModelName] = field(default_factory=OrderedSet)
+    touched_groups: OrderedSet[tuple[ModelName, ReplicaName]] = field(default_factory=OrderedSet)
     changed: set[tuple[ModelName, ReplicaName, VersionKey]] = field(default_factory=set)
     """Replicas whose copies of a version have changed, or whether they can be relied on (law L11)."""
     kept: set[ModelName] = field(default_factory=set)

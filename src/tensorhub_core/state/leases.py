@@ -97,8 +97,8 @@ def forget_holder(s: Step, holder: Worker, key: VersionKey) -> None:
     holders = s.model(holder).holders
     if any(copy.key == key for w in s.members(s.group(holder)) for copy in w.copies()):
         return
-    replicas = holders.get(key, set())
-    replicas.discard(holder.replica)
+    replicas = holders.get(key, {})
+    replicas.pop(holder.replica, None)
     if not replicas:
         holders.pop(key, None)
 
@@ -140,7 +140,7 @@ def add_offload(s: Step, worker: Worker, copy: Copy) -> None:
 
 def _hold(s: Step, worker: Worker, copy: Copy) -> None:
     s.state.copies[copy.id] = copy
-    s.model(worker).holders.setdefault(copy.key, set()).add(worker.replica)
+    s.model(worker).holders.setdefault(copy.key, {})[worker.replica] = None
     s.note(worker, copy.key)
     s.touch(worker)
 

@@ -328,8 +328,8 @@ class ModelState:
     versions: dict[VersionKey, VersionRecord] = field(default_factory=dict)
     groups: dict[ReplicaName, Group] = field(default_factory=dict)
     waiting: list[Waiting] = field(default_factory=list)
-    holders: dict[VersionKey, set[ReplicaName]] = field(default_factory=dict)
-    """Replicas of which some shard has a copy of the version, in any state."""
+    holders: dict[VersionKey, dict[ReplicaName, None]] = field(default_factory=dict)
+    """Replicas of which some shard has a copy of the version, in any state; in the order in which they came."""
     retain: int = 0
     handovers: set[WorkerId] = field(default_factory=set)
     """Workers that are about to leave and wait until nothing depends on them."""
