@@ -18,7 +18,7 @@ _MOST_AT_ONCE = 20_000
 _VACUUM_S = 5.0
 
 
-class Spinning(Exception):
+class Spinning(BaseException):
     """Virtual time stands still: something asks again and again without ever waiting."""
 
 

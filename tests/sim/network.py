@@ -19,10 +19,12 @@ from tensorhub_core.ids import SessionId
 from tensorhub_core.state.events import Disconnected, Effect, Event, Received, Send, Tick
 from tensorhub_core.state.machine import MachineConfig, ServerState, step
 from tensorhub_core.wire.codec import decode_request, encode, split
-from tests.sim.fibers import Process, Timeline
+from tests.sim.fibers import Process, Spinning, Timeline
 from tests.sim.shims import Waiters
 
 _RETRY_S = 0.2
+_MOST_IN_VAIN = 1000
+"""Turns of a session in a row in which it neither waits nor has anything to do."""
 Hear = Callable[[Event, list[Effect]], None]
 
 
@@ -131,7 +133,7 @@ class SimLink:
         self._events: deque[LinkEvent] = deque()
         self._waiters = Waiters(net.timeline)
         self._woken = self._closed = False
-        self._tries = 0
+        self._tries = self._in_vain = 0
         self._connect()
 
     def _connect(self) -> None:
@@ -182,7 +184,11 @@ class SimLink:
         """Wait until something arrives or somebody wakes the link."""
         if not self.process.alive:
             raise GreenletExit
-        if timeout_s > 0 and not (self._woken or self._inbox or self._events or (writable and self.connected)):
+        ready = self._woken or self._inbox or self._events or (writable and self.connected)
+        self._in_vain = 0 if ready or timeout_s > 0 else self._in_vain + 1
+        if self._in_vain > _MOST_IN_VAIN:
+            raise Spinning(f"the session of {self.process.name} does not wait for anything")
+        if timeout_s > 0 and not ready:
             self._waiters.wait(max(timeout_s, 1e-3))
         self._woken = False
 

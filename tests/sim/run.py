@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass
 
 from tests.sim.cluster import Cluster, Life
+from tests.sim.fibers import Spinning
 from tests.sim.judge import Violation
 from tests.sim.roles import Reader, Replica, Trainer
 from tests.sim.scenario import CALM_S, DATA_FAULTS, Fault, Scenario
@@ -55,7 +56,7 @@ class World:
             with installed(cluster.timeline, cluster.stand_ins()):
                 try:
                     self._run()
-                except Exception as caught:
+                except (Exception, Spinning) as caught:
                     error = caught
                 finally:
                     judge, now = cluster.judge, cluster.now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import threading
@@ -162,7 +163,7 @@ class Link:
             poller.register(self._sockets.dealer, zmq.POLLIN | (zmq.POLLOUT if writable else 0))
             poller.register(self._sockets.monitor, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
-        poller.poll(max(0, int(timeout_s * 1000)))
+        poller.poll(max(0, math.ceil(timeout_s * 1000)))
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
 

@@ -350,9 +350,9 @@ class Session:
                 self._pending.add(number, entry)
 
     def _keep_alive(self, now: float) -> None:
-        if self._greeted and now >= self._heartbeat_due_s and not self._leaving:
+        if self._greeted and now >= self._heartbeat_due_s:
             self._heartbeat_due_s = now + self._heartbeat_s
-            if self._link.send(encode(next(self._numbers), Heartbeat())):
+            if not self._leaving and self._link.send(encode(next(self._numbers), Heartbeat())):
                 self._search.asked(now)
         elif self._link.connected and not self._greeted and now >= self._hello_due_s:
             self._say_hello()

@@ -344,3 +344,13 @@ def test_no_thread_or_file_is_left_by_many_sessions() -> None:
             one()
         assert threading.active_count() == threads
         until(lambda: process.num_fds() <= files + 2)
+
+
+def test_a_session_that_leaves_waits_for_the_answer_without_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[float] = []
+    with FakeServer().running() as server, connected(server.address) as session:
+        server.mute = True
+        wait = session._link.wait
+        monkeypatch.setattr(session._link, "wait", lambda *args, **more: (turns.append(0.0), wait(*args, **more))[1])
+        session.leave(0.5)  # ten heartbeats long, and no answer
+    assert 0 < len(turns) < 60

@@ -1,4 +1,4 @@
-"""What the machine decides hangs on its inputs alone, not on the hashes of names, which differ from process to process."""
+"""What the machine decides hangs on its inputs alone, not on hashes of names, which differ from process to process."""
 
 from __future__ import annotations
 
