@@ -14,6 +14,7 @@ from tests.processes.client.actor import Actor
 from tests.processes.client.samples import Tensors, blank, make
 
 LEASE_S = 1.0
+QUICK = {"call_timeout_s": 40, "close_timeout_s": 2, "handover_s": 0.5}
 _models = itertools.count()
 
 
@@ -48,7 +49,7 @@ class Hub:
 
     def worker(self, replica: str = "reader", **more: Any) -> Worker:
         """Connect a worker of this process."""
-        settings = {"call_timeout_s": 40, "close_timeout_s": 2, **more.pop("settings", {})}
+        settings = {**QUICK, **more.pop("settings", {})}
         worker = connect(self.server.address, model=self.model, replica=replica, settings=settings, **more)
         self._workers.append(worker)
         return worker
@@ -64,7 +65,7 @@ class Hub:
     def remote(self, actor: Actor, replica: str = "trainer", **more: Any) -> str:
         """Connect a worker of another process; return its handle."""
         handle = f"{self.model} {next(self._handles)}"
-        settings = {"call_timeout_s": 40, "close_timeout_s": 2, **more.pop("settings", {})}
+        settings = {**QUICK, **more.pop("settings", {})}
         actor.do("connect", handle, server=self.server.address, model=self.model, replica=replica, settings=settings)
         assert not more
         self._remote.append((actor, handle))

@@ -39,7 +39,8 @@ class Hub:
         self.lives += 1
         fields = {name: more.pop(name) for name in ("shard", "num_shards", "stream", "spot", "model") if name in more}
         identity = Identity(f"token {self.lives}", fields.pop("model", "policy"), replica, **fields)
-        config = ClientConfig(**{"call_timeout_s": 20.0, "close_timeout_s": 3.0, "segment_bytes": 4096, **more})
+        quick = {"call_timeout_s": 20.0, "close_timeout_s": 3.0, "handover_s": 0.1, "segment_bytes": 4096}
+        config = ClientConfig(**{**quick, **more})
         mailbox = Mailbox(WorkerCounters())
         session = Session(self.server.address, identity, mailbox)
         mailbox.welcomed(session.open(10.0))

@@ -47,7 +47,7 @@ class History:
         """Connect one shard of two with the real executor."""
         self.names += 1
         identity = Identity(f"{replica} {shard} {self.names}", "policy", replica, shard=shard, num_shards=2)
-        config = ClientConfig(call_timeout_s=4.0, close_timeout_s=1.0, segment_bytes=4096)
+        config = ClientConfig(call_timeout_s=4.0, close_timeout_s=1.0, handover_s=0.1, segment_bytes=4096)
         mailbox = Mailbox(WorkerCounters())
         session = Session(self.here.server.address, identity, mailbox)
         mailbox.welcomed(session.open(10.0))

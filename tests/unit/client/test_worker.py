@@ -28,8 +28,8 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
-def here() -> Iterator[Hub]:
-    with hub() as made:
+def here(request: pytest.FixtureRequest) -> Iterator[Hub]:
+    with hub(**getattr(request, "param", {})) as made:
         yield made
 
 
@@ -123,6 +123,7 @@ def test_a_version_that_never_was_is_waited_for_until_the_deadline(here: Hub) ->
     assert rollout.replicate(9) == 9, "a round that was left does not spoil the next one"
 
 
+@pytest.mark.parametrize("here", [{"retain": 0}], indirect=True, ids=["retaining nothing"])
 def test_a_version_without_holders_is_unavailable_at_once(here: Hub) -> None:
     trainer = publisher(here)
     trainer.unpublish()

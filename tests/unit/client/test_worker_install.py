@@ -33,8 +33,8 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
-def here() -> Iterator[Hub]:
-    with hub() as made:
+def here(request: pytest.FixtureRequest) -> Iterator[Hub]:
+    with hub(**getattr(request, "param", {})) as made:
         yield made
 
 
@@ -131,6 +131,7 @@ def stopped_copy(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None
     monkeypatch.setattr(LocalCopy, "_fill_devices", fill)
 
 
+@pytest.mark.parametrize("here", [{"retain": 0}], indirect=True, ids=["retaining nothing"])
 @pytest.mark.parametrize("error", [None, OSError("no device")], ids=["deadline", "error"])
 def test_an_install_that_is_broken_off_leaves_the_memory_dirty_and_the_version_staged(
     here: Hub, monkeypatch: pytest.MonkeyPatch, error: Exception | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -17,18 +18,18 @@ pytestmark = pytest.mark.timeout(90)
 
 
 @pytest.fixture
-def here() -> Iterator[Hub]:
-    with hub() as made:
+def here(request: pytest.FixtureRequest) -> Iterator[Hub]:
+    with hub(**getattr(request, "param", {})) as made:
         yield made
         made.server.close()
 
 
-def restart(here: Hub, down_s: float = 0.0) -> None:
+def restart(here: Hub, down_s: float = 0.0, **more: Any) -> None:
     """End the server, and start one that knows nothing at its address."""
     address = here.server.address
     here.server.close()
     time.sleep(down_s)
-    here.server = serve(address, lease_s=1.0, heartbeat_s=0.1)
+    here.server = serve(address, lease_s=1.0, heartbeat_s=0.1, **more)
 
 
 def test_a_copy_is_offered_again_by_itself(here: Hub) -> None:
@@ -109,7 +110,8 @@ def test_an_unpublish_in_flight_ends_after_the_restart(here: Hub) -> None:
     unpublishing.result(25)
 
 
-def test_memory_that_is_being_overwritten_is_never_offered_as_the_old_version(here: Hub) -> None:
+@pytest.mark.parametrize(("here", "retain"), [({"retain": n}, n) for n in (0, 1)], indirect=["here"])
+def test_memory_that_is_being_overwritten_is_never_offered_as_the_old_version(here: Hub, retain: int) -> None:
     """The old copy is withdrawn, the new one half read, when the server forgets everything."""
     trainer = publisher(here, 1)
     slow = Gate(99)
@@ -121,14 +123,18 @@ def test_memory_that_is_being_overwritten_is_never_offered_as_the_old_version(he
     slow.at = 3
     updating = in_background(lambda: rollout.update(timeout_s=20))
     assert slow.reached.wait(10)
-    restart(here)
+    restart(here, retain=retain)
     time.sleep(1.5)
     late = here.connect("late")
     late_tensors = blank()
     late.register(late_tensors)
-    with pytest.raises((VersionUnavailable, DeadlineExceeded)):
-        late.replicate(1, timeout_s=1.5)
-    assert untouched(late_tensors)
+    if retain:
+        assert late.replicate(1, timeout_s=10) == 1
+        assert equal(late_tensors, weights()), "from the copy in host memory"
+    else:
+        with pytest.raises((VersionUnavailable, DeadlineExceeded)):
+            late.replicate(1, timeout_s=1.5)
+        assert untouched(late_tensors)
     slow.open.set()
     assert updating.result(25) == 2
     assert equal(tensors, weights(5))

@@ -39,8 +39,8 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
-def here() -> Iterator[Hub]:
-    with hub() as made:
+def here(request: pytest.FixtureRequest) -> Iterator[Hub]:
+    with hub(**getattr(request, "param", {})) as made:
         yield made
 
 
@@ -248,6 +248,7 @@ def test_the_deadline_of_a_stage_leaves_the_old_version_published(here: Hub) -> 
     assert equal(tensors, weights(5))
 
 
+@pytest.mark.parametrize("here", [{"retain": 0}], indirect=True, ids=["retaining nothing"])
 def test_a_version_that_is_gone_is_unavailable(here: Hub) -> None:
     trainer = publisher(here)
     trainer.unpublish()
