@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import secrets
 import socket
@@ -24,7 +25,7 @@ from tensorhub_core.engine.shard import EngineShard
 from tensorhub_core.engine.staging import Staging
 from tensorhub_core.engine.waiting import await_version
 from tensorhub_core.errors import StateError, VersionConflict, VersionUnavailable
-from tensorhub_core.settings import load_settings
+from tensorhub_core.settings import Settings, load_settings
 from tensorhub_vllm import compat
 from tensorhub_vllm.memory import LoadedWeights
 
@@ -32,6 +33,8 @@ logger = init_logger("vllm.tensorhub")
 CONFIG_KEY = "weight_source"
 ATTRIBUTE = "_tensorhub_shard"
 BOOTSTRAP_VERSION = 0
+_HANDOVER_S = 5.0
+"""An engine that is told to end has less time to hand over than a trainer: then its workers are killed."""
 
 
 class TensorHubLoader(DefaultModelLoader):
@@ -170,6 +173,7 @@ class HubSession:
             zone=self.config.zone,
             spot=self.config.spot or bool(suffix),
             cast=self.config.cast,
+            settings=_settings(),
         )
 
     def _observe(self) -> Observer:
@@ -193,3 +197,9 @@ def unique_replica(config: WeightSourceConfig) -> str:
     """Return the replica's name, the same on every rank of the engine."""
     name = config.replica or f"vllm-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     return compat.from_first_rank(name)
+
+
+def _settings() -> Settings:
+    settings = load_settings()
+    handover_s = min(settings.client.handover_s, _HANDOVER_S)
+    return dataclasses.replace(settings, client=dataclasses.replace(settings.client, handover_s=handover_s))
