@@ -188,22 +188,24 @@ class Cast:
         Raises AssertionError if the point is not reached while everybody gets that version.
         """
         process = self.of(place)
+        self.collect()
+        before = self._crashes(process)
         process.order(arm=[when, message, int(number)])
         self.publish()
-        fired = [False]
-
-        def reached() -> bool:
-            fired[0] = any(line["kind"] == "crash" and line["pid"] == process.pid for line in self.lines)
-            return fired[0] or self.newest_everywhere()
-
-        self.until(reached, f"{when} {message} at {place}", START_S)
-        assert fired[0], f"{place} got version {self.version} and never came to the point {when} {message}"
+        self.until(
+            lambda: self._crashes(process) > before or self.newest_everywhere(), f"{when} {message} at {place}", START_S
+        )
+        struck = self._crashes(process) > before
+        assert struck, f"{place} got version {self.version} and never came to the point {when} {message}"
         if number == signal.SIGSTOP:
             time.sleep(pause_s)
             process.process.send_signal(signal.SIGCONT)
         else:
             process.process.wait()
             self.restart(place)
+
+    def _crashes(self, process: Process) -> int:
+        return sum(line["kind"] == "crash" and line["pid"] == process.pid for line in self.lines)
 
     def settle(self, timeout_s: float) -> None:
         """Publish one more version and wait until every reader has it."""
