@@ -144,6 +144,22 @@ def test_spot_holders_do_not_count(here: Site) -> None:
     assert here.check(7) == "trainer"
 
 
+def test_the_last_spot_holder_keeps_a_copy_too(here: Site) -> None:
+    """It is better than nothing: a newcomer can get it as long as the spot worker lives."""
+    trainer, _ = here.trainer(7, settings={"handover_s": 0})
+    spot, held = here.reader("spot", spot=True)
+    assert spot.replicate() == 7
+    trainer.close()
+    spot.unpublish()
+    for tensor in held.values():
+        tensor.zero_()
+    assert here.check(7) == "spot"
+    reliable, _ = here.reader("reliable")
+    assert reliable.replicate() == 7
+    until(lambda: spot._resources.offloads.held_bytes() == 0)
+    assert here.check(7) == "reliable"
+
+
 @pytest.mark.parametrize("how", ["update", "stage", "replicate"])
 def test_the_last_holder_keeps_what_it_replaces(here: Site, how: str) -> None:
     """The trainer has gone on to 8 with nobody reading it yet; the only rollout lets 7 go to take 8 in place."""
