@@ -6,8 +6,20 @@ from collections.abc import Callable
 
 import pytest
 
+from tensorhub_core.ids import ModelName, ReplicaName, VersionKey
 from tensorhub_core.schedule.sources import Candidate
-from tensorhub_core.state import leases, machine, membership, reads, rounds, sourcing, staging, versions
+from tensorhub_core.state import (
+    keeping,
+    leases,
+    machine,
+    membership,
+    reads,
+    retention,
+    rounds,
+    sourcing,
+    staging,
+    versions,
+)
 from tests.sim.world import World
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -152,6 +164,86 @@ def what_is_staged_counts_as_held(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rounds, "holds", holds)
 
 
+def no_offload_copy_is_asked_for(patch: pytest.MonkeyPatch) -> None:
+    """L11: the last holder of a retained version lets it go."""
+    patch.setattr(retention, "is_free", lambda s, model, group, record: True)
+
+
+def an_offload_copy_goes_when_anything_newer_is_whole(patch: pytest.MonkeyPatch) -> None:
+    """L11: an offload copy is dropped before enough newer versions are safe."""
+    original = retention.is_needed
+
+    def is_needed(s: retention.Step, model: retention.ModelState, copy: retention.Copy) -> bool:
+        newer = any(record.was_whole for key, record in model.versions.items() if key > copy.key)
+        return original(s, model, copy) and not newer
+
+    patch.setattr(retention, "is_needed", is_needed)
+
+
+def spot_workers_are_relied_on(patch: pytest.MonkeyPatch) -> None:
+    """L11: a spot replica counts as reliable."""
+    for module in (keeping, retention):
+        patch.setattr(module, "is_reliable", keeping.is_lively)
+
+
+def who_withdraws_is_relied_on(patch: pytest.MonkeyPatch) -> None:
+    """L11: a replica that is withdrawing the version itself protects it."""
+
+    def is_protected(
+        s: retention.Step,
+        model: retention.ModelState,
+        group: retention.Group,
+        record: retention.VersionRecord,
+        by_custody: bool = False,
+    ) -> bool:
+        others = record.keeping.held - {group.replica}
+        return any(keeping.is_reliable(s, model.groups[other]) for other in others)
+
+    patch.setattr(retention, "is_protected", is_protected)
+
+
+def one_shard_of_another_replica_is_relied_on(patch: pytest.MonkeyPatch) -> None:
+    """L11: the verdict is taken as if a shard elsewhere were the whole replica."""
+    original = retention.is_free
+
+    def is_free(
+        s: retention.Step, model: retention.ModelState, group: retention.Group, record: retention.VersionRecord
+    ) -> bool:
+        others = [g for g in model.groups.values() if g is not group and keeping.is_reliable(s, g)]
+        published = [w.copy_of(record.key, (retention.CopyState.PUBLISHED,)) for g in others for w in s.members(g)]
+        return original(s, model, group, record) or any(published)
+
+    patch.setattr(retention, "is_free", is_free)
+
+
+def publishers_secure_their_own_versions(patch: pytest.MonkeyPatch) -> None:
+    """L11: a version counts as safe as soon as it is whole at its publisher."""
+
+    def review(s: retention.Step, name: ModelName, replica: ReplicaName, key: VersionKey) -> None:
+        original(s, name, replica, key)
+        record = s.state.models[name].versions.get(key)
+        if record is not None and record.keeping.whole and record.keeping.secured_by is None:
+            record.keeping.secured_by = min(record.keeping.whole)
+
+    original = retention.review
+    patch.setattr(retention, "review", review)
+
+
+def anything_newer_replaces(patch: pytest.MonkeyPatch) -> None:
+    """L11: a version is released as soon as a newer one is whole anywhere."""
+    patch.setattr(retention, "replaces", lambda model, newer, old: bool(newer.keeping.whole))
+
+
+RETENTION_MUTANTS = [
+    no_offload_copy_is_asked_for,
+    an_offload_copy_goes_when_anything_newer_is_whole,
+    spot_workers_are_relied_on,
+    who_withdraws_is_relied_on,
+    one_shard_of_another_replica_is_relied_on,
+    publishers_secure_their_own_versions,
+    anything_newer_replaces,
+]
+
 STAGING_MUTANTS = [
     install_before_all_have_staged,
     unstage_at_once,
@@ -170,6 +262,7 @@ MUTANTS: list[Patch] = [
     unverified_prefixes,
     manifests_do_not_bind,
     *STAGING_MUTANTS,
+    *RETENTION_MUTANTS,
 ]
 
 
@@ -178,7 +271,8 @@ def test_the_worlds_notice(mutant: Patch, monkeypatch: pytest.MonkeyPatch) -> No
     mutant(monkeypatch)
     for seed in range(400):
         shape, stages = [(2, 2, 1), (3, 1, 2), (4, 1, 1)][seed % 3], mutant in STAGING_MUTANTS
-        world = World(seed, *shape, checksums=seed % 2 == 0, stages=stages)
+        retain = 1 + seed % 2 if mutant in RETENTION_MUTANTS else None
+        world = World(seed, *shape, checksums=seed % 2 == 0, stages=stages, retain=retain)
         try:
             for _ in range(3_000):
                 world.advance()

@@ -31,7 +31,22 @@ def test_random_worlds_that_stage_and_install_keep_the_laws(shape: tuple[int, in
     commits: Counter[str] = Counter()
     for seed in range(60):
         world = World(seed, readers, shards, trainers, checksums=seed % 2 == 0, stages=True)
-        for _ in range(1_500):
+        for _ in range(2_000):
             world.advance()
         commits += world.commits_by_mode
     assert min(commits["stage"], commits["install"]) > 40, f"the worlds were too quiet to mean anything: {commits}"
+
+
+@pytest.mark.parametrize("retain", [1, 2])
+def test_random_worlds_lose_no_retained_version(retain: int) -> None:
+    happened: Counter[str] = Counter()
+    for seed in range(120):
+        readers, shards, trainers = SHAPES[seed % len(SHAPES)]
+        world = World(seed, readers, shards, trainers, retain=retain, stages=seed % 3 == 0)
+        for _ in range(1_500):
+            world.advance()
+        for name in ("kept", "freed", "refused", "handed_over"):
+            happened[name] += getattr(world.keeper, name)
+        happened["released"] += len(world.opinion.released)
+    assert min(happened[n] for n in ("kept", "freed", "released", "handed_over")) > 40, f"too quiet: {happened}"
+    assert happened["refused"] > 4, f"nobody ever lacked memory: {happened}"
