@@ -29,6 +29,7 @@ BENCHES = (
     "planning",
     "memory_server",
     "control_plane",
+    "many_workers",
     "install",
     "stall",
 )

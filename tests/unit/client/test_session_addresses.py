@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -179,3 +180,29 @@ def test_the_highest_epoch_is_said_in_every_hello() -> None:
         until(lambda: len(server.messages(Hello)) == 2)
         assert [hello.server_epoch for hello in server.messages(Hello)] == [0, 7]  # type: ignore[attr-defined]
         assert welcome(7).server_epoch == 7
+
+
+def test_a_listener_that_hangs_up_is_not_called_in_a_loop() -> None:
+    """It accepts every connection and closes it, as a proxy does whose server is gone."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        calls: list[float] = []
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    calls.append(time.monotonic())
+                    connection.close()
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        for addresses in (address, [address, nobody()]):
+            session = Session(addresses, identity(), Ears())
+            with pytest.raises(ServerUnreachable, match=address):
+                session.open(2.0)
+            session.close()
+            assert 2 <= len(calls) <= 40
+            calls.clear()
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
