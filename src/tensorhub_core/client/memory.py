@@ -159,6 +159,13 @@ class RegisteredMemory:
         addresses = self.addresses.astype("<u8").tobytes()
         return msgspec.msgpack.encode(Placement(transport, agent, addresses, names, devices))
 
+    def gone(self) -> str | None:
+        """Return the name of a tensor whose registered bytes are not there any more, even if nobody holds it.
+
+        A tensor that was given other memory leaves the registered one as it is; one that is resized in place does not.
+        """
+        return next((s.names[0] for s in self.storages if s.shadow is None and not s.view.is_there()), None)
+
     def check_unmoved(self) -> None:
         """Raise RegistrationError naming the first tensor that no longer lies where it was registered."""
         now = marks_of(list(self._tensors.values()))

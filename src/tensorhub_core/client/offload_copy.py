@@ -42,6 +42,8 @@ class Original:
     layout: PutBlob
     sums: PutBlob
     portable: bool = True
+    gone: Callable[[], str | None] = lambda: None
+    """Names a tensor whose memory was given back to the system since it was registered."""
     trusted: bool = True
     """The caller has not been told that the memory is free again."""
 
@@ -84,6 +86,11 @@ class OffloadMemory:
 
         Raises CorruptTransfer if the original is not what its checksums say, or whatever a device raises.
         """
+        name = original.gone()
+        if name is not None:
+            raise CorruptTransfer(
+                f"the memory of {name!r} was freed or resized while version {original.key[1]} lay in it"
+            )
         copying = _Copying(original, self._arena, stop, check, read_device)
         copying.run(copy_threads() if threads is None else threads)
         return not copying.stopped

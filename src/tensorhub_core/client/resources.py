@@ -104,14 +104,14 @@ class Resources:
         layout = next(iter(standing.blobs), None)
         if memory is None or standing.register is None or layout is None:
             return None
-        portable = memory.portable
+        portable, gone = memory.portable, memory.gone
         held = standing.held
         if held is not None and (held.epoch, held.number) == key:
-            return Original(key, memory, layout, standing.blobs[2], portable)
+            return Original(key, memory, layout, standing.blobs[2], portable, gone)
         if room.memory is not None and room.holds is not None and room.holds[0] == key:
             return Original(key, room.memory, layout, room.holds[1], portable)
         if self.uncertain is not None and self.uncertain[0] == key[1]:
-            return Original(key, memory, layout, self.uncertain[1], portable, trusted=False)
+            return Original(key, memory, layout, self.uncertain[1], portable, gone, trusted=False)
         return None
 
     def hide(self) -> None:

@@ -53,6 +53,17 @@ class View:
         strides = None if self.extent.contiguous else self.extent.strides
         return (self.device, self.extent.address, self.extent.shape, strides, self.dtype)
 
+    def is_there(self) -> bool:
+        """Tell whether the owner still has the bytes that the tensor had when it was described."""
+        low, high = self.extent.hull()
+        if isinstance(self.owner, np.ndarray):  # only one that owns its bytes, in a row, can be resized
+            begin = self.owner.__array_interface__["data"][0] if self.extent.contiguous else low
+            end = begin + self.owner.nbytes if self.extent.contiguous else high
+        else:
+            storage: Any = self.owner
+            begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        return low == high or (begin <= low and high <= end)
+
 
 def named_tensors(tensors: Tensors) -> dict[str, Any]:
     """Check the names of a mapping or of an iterable of (name, tensor); raises RegistrationError naming the fault."""

@@ -15,13 +15,17 @@ from tests.processes.client.samples import Tensors, blank, make
 
 LEASE_S = 1.0
 QUICK = {"call_timeout_s": 40, "close_timeout_s": 2, "handover_s": 0.5}
+LOSSY = "lossy model"
+nothing_retained = pytest.mark.parametrize("model", [LOSSY], indirect=True)
+"""For tests of what happens when the last copy of a version is gone."""
 _models = itertools.count()
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """Run a server."""
-    with serve(lease_s=LEASE_S, heartbeat_s=0.1) as running:
+    lossy = ",".join(f"{LOSSY} {number}=0" for number in range(1000))
+    with serve(lease_s=LEASE_S, heartbeat_s=0.1, settings={"retain_models": lossy}) as running:
         yield running
 
 
@@ -33,9 +37,9 @@ def other() -> Iterator[Actor]:
 
 
 @pytest.fixture
-def model() -> str:
-    """Return a model's name that no other test uses."""
-    return f"model {next(_models)}"
+def model(request: pytest.FixtureRequest) -> str:
+    """Return a model's name that no other test uses; nothing is retained of a `LOSSY` one."""
+    return f"{getattr(request, 'param', 'model')} {next(_models)}"
 
 
 class Hub:

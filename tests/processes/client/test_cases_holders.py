@@ -13,7 +13,7 @@ import torch
 
 from tensorhub_core import StateError, VersionUnavailable, Worker
 from tests.processes.client.actor import Actor
-from tests.processes.client.conftest import LEASE_S, Hub
+from tests.processes.client.conftest import LEASE_S, Hub, nothing_retained
 from tests.processes.client.samples import Tensors, blank, digest, make, same
 from tests.processes.client.test_faults import BY, KILLED, NIXL, SMALL, STOPPED, Brake, each_way, in_background
 
@@ -133,6 +133,7 @@ def pair(here: Hub, replica: str, settings: dict[str, Any], like: int | None = N
     return made
 
 
+@nothing_retained
 @each_way
 def test_a_finished_shard_of_a_replica_that_breaks_is_no_holder(here: Hub, way: str) -> None:
     settings = BY[way]

@@ -19,7 +19,7 @@ from tensorhub_core import (
     RegistrationError,
     VersionConflict,
 )
-from tests.processes.client.conftest import Hub
+from tests.processes.client.conftest import Hub, nothing_retained
 
 pytestmark = pytest.mark.timeout(90)
 BIG = 1 << 13
@@ -54,6 +54,7 @@ def set_other(parameter: torch.Tensor) -> None:
 MOVES = [resize, exchange, shrink, free, set_other]
 
 
+@nothing_retained
 @pytest.mark.parametrize("published", [True, False])
 @pytest.mark.parametrize("move", MOVES)
 def test_every_call_notices_memory_that_moved(here: Hub, move: Callable[[Any], None], published: bool) -> None:
@@ -92,6 +93,7 @@ def test_a_reader_gets_what_was_published_or_an_error(here: Hub, move: Callable[
         assert torch.equal(copies["w"], torch.arange(float(BIG)))
 
 
+@nothing_retained
 def test_a_number_is_bound_to_its_bytes_for_ever(here: Hub) -> None:
     worker, array = here.worker("trainer"), np.arange(4, dtype=np.float32)
     worker.register({"w": array})

@@ -306,3 +306,22 @@ def test_close_while_a_copy_is_made_ends_in_time(here: Site, monkeypatch: pytest
     trainer.close()
     assert time.monotonic() - started < 15
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorhub-offload")]
+
+
+@pytest.mark.parametrize("move", ["exchange", "resize", "free"])
+def test_memory_that_was_moved_is_kept_as_long_as_it_is_there(here: Site, move: str) -> None:
+    trainer = here.worker("trainer")
+    tensors = {name: tensor.clone() for name, tensor in make("plain", 7, mib=MIB).items()}
+    trainer.register(tensors)
+    trainer.publish(7)
+    weight = tensors["layers.0.weight"]
+    if move == "exchange":
+        weight.data = weight.new_zeros(3)
+    else:
+        weight.untyped_storage().resize_(0 if move == "free" else weight.nbytes // 2)
+    trainer.unpublish()
+    if move == "exchange":
+        assert here.check(7) == "trainer", "the old memory has its bytes still"
+    else:
+        with pytest.raises(VersionUnavailable):
+            here.check(7)
