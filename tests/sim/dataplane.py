@@ -11,11 +11,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tensorhub_core.transport.base import Batch, Progress, ReadState, Region
+from tensorhub_core.transport.base import Batch, Progress, ReadId, ReadState, Region
 from tensorhub_core.transport.memory import MemoryTransport, covered
 from tests.sim.fibers import Process, Timeline
 from tests.sim.network import Weather
+from tests.sim.shims import Waiters
 
+_SHORTEST_WAIT_S = 4e-3
 KINDS = ("fail", "stall", "flip", "lie", "slow")
 Landed = Callable[["SimTransport", int, int], None]
 """Called with the reader's transport, the address and the length of what is about to be written."""
@@ -45,7 +47,7 @@ class DataPlane:
     """Everything that transports of one world share; takes the place of `MemoryNetwork`."""
 
     def __init__(self, timeline: Timeline, chance: random.Random, weather: Weather, landed: Landed) -> None:
-        self._timeline, self._chance, self._weather, self._landed = timeline, chance, weather, landed
+        self.timeline, self._chance, self._weather, self._landed = timeline, chance, weather, landed
         self.rates: dict[str, float] = {}
         """How often a read from a process goes wrong."""
         self.kinds: tuple[str, ...] = KINDS
@@ -115,10 +117,10 @@ class DataPlane:
             delay_s += 0.3 * chance.random()
         elif first and flight.fault == "lie":
             flight.progress, flight.pieces = Progress(ReadState.DONE), []
-        self._timeline.after(delay_s, lambda: self._move(flight))
+        self.timeline.after(delay_s, lambda: self._move(flight))
 
     def _move(self, flight: Flight) -> None:
-        now, reader = self._timeline.now, flight.reader.process
+        now, reader = self.timeline.now, flight.reader.process
         source = self._agents.get(flight.agent)
         if flight.cancelled or not reader.alive or flight.progress.state is not ReadState.ACTIVE:
             return self._end(flight)
@@ -132,7 +134,7 @@ class DataPlane:
         if not self.one_sided:
             held = max(held, source.process.paused_until)
         if held > now:
-            return self._timeline.at(held, lambda: self._move(flight))
+            return self.timeline.at(held, lambda: self._move(flight))
         self._land(flight)
         if flight.pieces:
             return self._later(flight)
@@ -177,6 +179,11 @@ class SimTransport(MemoryTransport):
     def __init__(self, plane: DataPlane, process: Process) -> None:
         super().__init__(_Side(plane, process))  # type: ignore[arg-type]
         self.process = process
+        self._waiters = Waiters(plane.timeline)
+
+    def wait(self, read: ReadId, timeout_s: float) -> None:
+        """Let some virtual time pass."""
+        self._waiters.wait(max(timeout_s, _SHORTEST_WAIT_S))
 
     @property
     def writable(self) -> list[Region]:

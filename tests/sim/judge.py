@@ -18,8 +18,9 @@ from tensorhub_core.errors import (
     TransportError,
     VersionUnavailable,
 )
-from tensorhub_core.state.events import Effect, Event, Log
+from tensorhub_core.state.events import Effect, Event, Log, Received
 from tensorhub_core.state.invariants import check
+from tensorhub_core.state.messages import GetBlob, Heartbeat, PutBlob
 from tensorhub_core.state.records import Copy, CopyState, Worker
 from tensorhub_core.wire.codec import decode_reply, decode_request, split
 from tests.sim import content
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 EXPECTED = (DeadlineExceeded, ServerUnreachable, VersionUnavailable, CorruptTransfer, StateError, TransportError)
 """What a caller may hear in bad weather."""
+_LIGHT = (GetBlob, Heartbeat, PutBlob)
+"""What hardly changes anything: all is checked after every eighth of these, and after every other step."""
 SLACK_S = 4.0
 """How much later than its deadline a call may end: the server's last word (2 s), a read that stops, system threads."""
 
@@ -91,6 +94,8 @@ class Judge:
         for effect in effects:
             if isinstance(effect, Log):
                 self.note(f"hub: {effect.text}")
+        if isinstance(event, Received) and isinstance(event.message, _LIGHT) and len(effects) == 1 and self.steps % 8:
+            return
         broken = check(state)
         if broken:
             raise Violation(f"invariants: {broken}")

@@ -202,23 +202,24 @@ class Reader(Replica):
 
     def stage_and_install(self) -> None:
         """Stage while the old version serves, then install; throw it away if a shard could not stage."""
-        outcomes = self.all("stage", lambda w, _: w.stage(timeout_s=8.0), 8.0)
-        staged: list[Staged | None] = [outcome.value if outcome.good else None for outcome in outcomes]
+        staged: dict[Life, Staged] = {}
+
+        def stage(worker: Worker, life: Life) -> Staged:
+            staged[life] = worker.stage(timeout_s=8.0)
+            return staged[life]
+
+        def install(worker: Worker, life: Life) -> Version:
+            return staged[life].install(8.0)
+
+        def discard(worker: Worker, life: Life) -> None:
+            if life in staged:
+                staged[life]._ends.leave(staged[life]._what, False)
+
+        self.all("stage", stage, 8.0)
         self.pause(0.0, 0.5)
-        if all(staged) and self.chance.random() < 0.9:
-            ends = self.all("install", lambda w, life: self.install(staged[life.slot.shard]), 8.0, True)
-            self.agree(ends)
-        self.all("discard", lambda w, life: self.discard(staged[life.slot.shard]), 10.0)
-
-    def install(self, staged: Staged | None) -> Version:
-        """Install what is staged."""
-        assert staged is not None
-        return staged.install(8.0)
-
-    def discard(self, staged: Staged | None) -> None:
-        """Give the staging memory back, whatever came of it."""
-        if staged is not None:
-            staged._ends.leave(staged._what, False)
+        if all(life in staged for life in self.lives()) and self.chance.random() < 0.9:
+            self.agree(self.all("install", install, 8.0, True))
+        self.all("discard", discard, 10.0)
 
     def wait(self) -> None:
         """Wait for something newer than is held."""

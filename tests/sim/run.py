@@ -14,6 +14,8 @@ from tests.sim.scenario import CALM_S, DATA_FAULTS, Fault, Scenario
 from tests.sim.shims import installed
 
 SETTLE_S = 60.0
+FAIR = ("DeadlineExceeded", "VersionUnavailable")
+"""What a caller may hear though nothing goes wrong: there was nothing new, or it was taken back."""
 END_S = 40.0
 
 
@@ -150,6 +152,8 @@ class World:
         if not cluster.await_that(lambda: trainer.resting, SETTLE_S):
             raise Violation("the trainer cannot publish, though nothing goes wrong any more")
         self._settle(trainer, readers)
+        if not scenario.faults and not scenario.hub_kill_at_rest:
+            self._all_was_well()
         self._end(trainer, readers)
         self.over = True
 
@@ -174,6 +178,15 @@ class World:
             cluster.play(f"settle {reader.name}", lambda reader=reader: reader.settle(number, until_s))
         if not cluster.await_that(lambda: all(reader.resting for reader in readers), SETTLE_S + END_S):
             raise Violation("some reader never comes to rest")
+
+    def _all_was_well(self) -> None:
+        """Where nothing went wrong, nobody was taken for gone, and no call failed for want of a server or a peer."""
+        again = [
+            life.name for life in self.cluster.lives if life.worker is not None and life.worker._session.hellos > 1
+        ]
+        odd = {name: count for name, count in self.cluster.judge.errors.items() if name not in FAIR}
+        if again or odd:
+            raise Violation(f"nothing went wrong, but {again} had to come back, and calls failed: {odd}")
 
     def _end(self, trainer: Trainer, readers: list[Reader]) -> None:
         """Nothing is left over: no lease, no drain, no round; everybody can take its copy back and leave."""
