@@ -36,11 +36,13 @@ class Leaving:
         Nobody may use the worker any more.
         """
         session = self.resources.session
-        if not self.identity.spot and handover_s > 0:
-            try:
+        try:
+            if not self.identity.spot and handover_s > 0:
                 self.hand_over(Deadline.after(handover_s, time.monotonic()))
-            except TensorHubError as error:
-                get_logger("client").warning("%s", error)
+            elif self._versions():
+                session.submit(HandOver(), lambda _: None)  # so that no copy is asked for that would go with the worker
+        except TensorHubError as error:
+            get_logger("client").warning("%s", error)
         self.resources.offloads.refuse()
         deadline = Deadline.after(drain_s, time.monotonic())
         self.stager.let_go(deadline)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -163,3 +164,17 @@ def test_a_hub_dies_after_the_copy_and_before_anybody_hears_of_it(here: Site, mo
     withdrawing.result(30)
     assert here.check(7) == "trainer"
     assert offloads.held_bytes() == BYTES, "one copy, not two"
+
+
+@pytest.mark.parametrize("more", [{"spot": True}, {"settings": {"handover_s": 0}}])
+def test_who_does_not_wait_is_asked_for_no_copy(
+    here: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    brake = Brake(monkeypatch)
+    here.reader("rollout")
+    trainer, _ = here.trainer(7, **more)
+    with caplog.at_level(logging.WARNING, "tensorhub.client"):
+        trainer.close()
+    assert not brake.begun.is_set()
+    told = [record.getMessage() for record in caplog.records if record.name == "tensorhub.client"]
+    assert told == [], "it was told to wait for nobody"
