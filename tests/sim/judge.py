@@ -49,7 +49,7 @@ class Judge:
         self.lines: list[str] | None = None
         self.errors: dict[str, int] = {}
         self.good: dict[str, int] = {}
-        self.steps = 0
+        self.steps = self.silences = 0
         self._hash = hashlib.blake2b(digest_size=16)
         self._known: dict[bytes, int] = {}
         self.traced = False
@@ -94,6 +94,7 @@ class Judge:
         for effect in effects:
             if isinstance(effect, Log):
                 self.note(f"hub: {effect.text}")
+                self.silences += "is silent" in effect.text
         if isinstance(event, Received) and isinstance(event.message, _LIGHT) and len(effects) == 1 and self.steps % 8:
             return
         broken = check(state)

@@ -7,6 +7,7 @@ server that is stopped, killed and started again under the next epoch.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import deque
 from collections.abc import Callable
@@ -237,9 +238,9 @@ class Hub:
         self._tick_at: float | None = None
 
     def start(self) -> None:
-        """Begin a life that knows nothing."""
-        import dataclasses
-
+        """Begin a life that knows nothing, unless one is under way."""
+        if self.up:
+            return
         self.epoch += 1
         self.life += 1
         self.up, self._tick_at = True, None
@@ -247,7 +248,7 @@ class Hub:
         self.state = ServerState.new(config, self.net.timeline.now)
 
     def kill(self) -> None:
-        """Die: all connections are lost."""
+        """Die: all connections are lost. Idempotent."""
         self.up = False
         self.life += 1
         for connection in list(self.peers.values()):

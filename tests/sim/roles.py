@@ -163,6 +163,7 @@ class Reader(Replica):
             tries += 1
             if self.ready():
                 self.update()
+                self.all("publish", self.offer)
             self.pause(0.0, 0.2)
         self.resting = True
 
@@ -198,7 +199,11 @@ class Reader(Replica):
         self.agree(outcomes)
         if all(outcome.good for outcome in outcomes):
             self.pause(0.0, 0.5)
-            self.all("publish", lambda w, _: None if w.version is None else w.publish(w.version))
+            self.all("publish", self.offer)
+
+    def offer(self, worker: Worker, life: Life) -> Version | None:
+        """Offer what is held, if anything is."""
+        return None if worker.version is None or worker._holding.draining else worker.publish(worker.version)
 
     def stage_and_install(self) -> None:
         """Stage while the old version serves, then install; throw it away if a shard could not stage."""

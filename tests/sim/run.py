@@ -181,12 +181,10 @@ class World:
 
     def _all_was_well(self) -> None:
         """Where nothing went wrong, nobody was taken for gone, and no call failed for want of a server or a peer."""
-        again = [
-            life.name for life in self.cluster.lives if life.worker is not None and life.worker._session.hellos > 1
-        ]
         odd = {name: count for name, count in self.cluster.judge.errors.items() if name not in FAIR}
-        if again or odd:
-            raise Violation(f"nothing went wrong, but {again} had to come back, and calls failed: {odd}")
+        if odd or self.cluster.judge.silences:
+            silent = self.cluster.judge.silences
+            raise Violation(f"nothing went wrong, but {silent} were taken for gone, and calls failed: {odd}")
 
     def _end(self, trainer: Trainer, readers: list[Reader]) -> None:
         """Nothing is left over: no lease, no drain, no round; everybody can take its copy back and leave."""
