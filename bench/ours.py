@@ -113,7 +113,7 @@ class Executed(Way):
         """Plan and read."""
         memory = self._memory
         assert self._executor is not None
-        plan = plan_read(memory.layout, [self._source.layout])
+        plan = plan_read(memory.layout, [self._source.layout], [self._source.sums], memory.table)
         here = Destination(memory.layout, memory.table, memory.addresses, memory.devices, memory.buffers)
         with mock.patch.object(executor_module, "Checker", self.checker):
             job = self._executor.start(plan, [self._source], here, None, Silent())
