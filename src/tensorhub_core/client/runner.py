@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ from tensorhub_core.clock import Deadline
 from tensorhub_core.errors import DeadlineExceeded, ServerUnreachable, StateError, TensorHubError
 from tensorhub_core.ids import VersionKey
 from tensorhub_core.state.messages import PutBlob
+
+_WELCOME_S = 1.0
 
 WithdrawCopy = Callable[[Callable[[BaseException | None], None]], None]
 """Take a copy back and call what is given with the error, or None, at its end."""
@@ -56,6 +59,8 @@ class RoundRunner:
         self._resources, self._session, self._mailbox = resources, resources.session, mailbox
         self._holding, self._prefix = holding, prefix
         self._next_round = (0, 0)
+        self._miscounted = False
+        """The last call ended before it was promised anything: the other shards may be a round ahead of this one."""
         self.drain = Drain(self._session.submit, resources.withdrawn)
         self.lost = False
         """A read could not be stopped: bytes may land in the memory, the session is over."""
@@ -105,6 +110,8 @@ class RoundRunner:
         parts: RoundParts,
         make: Callable[[RoundState, RoundParts, int, Deadline, ProgressCallback | None], RoundDriver],
     ) -> tuple[RoundDriver, End]:
+        if self._miscounted:
+            self._count_anew(call.deadline)
         welcome, life = self._mailbox.newest()
         number = self._next_round[1] if self._next_round[0] == life else welcome.next_round
         state = RoundState(number, call.want, call.mode, have, call.offer, call.deadline.at_s, offered)
@@ -118,6 +125,17 @@ class RoundRunner:
             self._next_round = (driver.life, state.number + 1)
         self._mailbox.counters.discards += state.discards
         return driver, end
+
+    def _count_anew(self, deadline: Deadline) -> None:
+        """Ask the server which round the other shards are in, or will be.
+
+        A shard that made fewer calls than the others, because one failed before it reached the server, would hear for
+        ever how the round before ended, while they wait for it in the next one.
+        """
+        life = self._mailbox.newest()[1]
+        self._miscounted = False
+        self._session.say_hello_again()
+        self._mailbox.wait_for_welcome(life, deadline.left_s(time.monotonic(), _WELCOME_S))
 
     def _withdraw(self, done: Callable[[BaseException | None], None]) -> None:
         future, begun = self.drain.begin()
@@ -161,8 +179,7 @@ class RoundRunner:
         if end.unquiet:
             self.lost = True
             self._session.close()
-        elif driver.state.key is None and isinstance(error, StateError):
-            self._session.say_hello_again()  # the server's count of rounds may be another one than ours
+        self._miscounted = driver.state.key is None
         if isinstance(error, DeadlineExceeded) and not self._session.answers():
             unreachable = ServerUnreachable(f"{error}; {self._session.address} is silent")
             unreachable.__cause__ = error
