@@ -140,6 +140,7 @@ def measure(workers: int, burst: int, count: int, hold_s: float) -> list[Row]:
     with hub(*HUB) as (address, pid), processes(address, count, workers) as made:
         empty = resident_mb(pid)
         each = burst // count
+        tell(made, hold_s=0.0)  # all of them run
         begun_s = time.monotonic()
         joined = tell(made, join=each)
         rows.append(Row(f"{each * count:,} workers at once: all have asked", max(a["asked_s"] for a in joined), "s"))

@@ -202,7 +202,7 @@ def test_a_listener_that_hangs_up_is_not_called_in_a_loop() -> None:
             with pytest.raises(ServerUnreachable, match=address):
                 session.open(2.0)
             session.close()
-            assert 2 <= len(calls) <= 40
+            assert 2 <= len(calls) <= 100, "ZeroMQ tries every 50 ms at first"
             calls.clear()
         listener.shutdown(socket.SHUT_RDWR)
         thread.join(10)
