@@ -47,13 +47,14 @@ def is_protected(s: Step, model: ModelState, group: Group, record: VersionRecord
 
 
 def is_withdrawing(s: Step, group: Group, key: VersionKey) -> bool:
-    """Tell whether some shard takes its registered memory back."""
+    """Tell whether some shard takes its registered memory back and has not offloaded it yet."""
     return any(withdraws(w, key) for w in s.members(group))
 
 
 def withdraws(worker: Worker, key: VersionKey) -> bool:
-    """Tell whether a worker takes its registered memory back, which holds this version."""
-    return worker.copy is not None and worker.copy.key == key and worker.copy.state is CopyState.DRAINING
+    """Tell whether a worker takes its registered memory back, which is all it has of this version."""
+    copy = worker.kept_copy(key)
+    return copy is not None and copy is worker.copy and copy.state is CopyState.DRAINING
 
 
 def is_kept_back(s: Step, copy: Copy) -> bool:
@@ -81,6 +82,8 @@ def review(s: Step, name: ModelName, replica: ReplicaName, key: VersionKey) -> N
     keeping = record.keeping
     copies = [] if group is None else kept_copies(s, group, key)
     whole = bool(copies) and all(copy.state is CopyState.PUBLISHED for copy in copies)
+    if copies and replica not in keeping.held:
+        keeping.let_go.discard(replica)  # it has all of it again: what was decided when it had not, does not count
     for names, belongs in ((keeping.held, bool(copies)), (keeping.whole, whole)):
         names.add(replica) if belongs else names.discard(replica)
     if group is None or is_over(s, group, key, held=bool(copies)):

@@ -151,7 +151,7 @@ def attend(s: Step, model: ModelState, key: VersionKey, record: VersionRecord) -
             give_up(s, model, group, record, text)
         elif not is_being_read(s, group, key):
             for worker in s.members(group):
-                if withdraws(worker, key) and worker.offload_of(key) is None:
+                if withdraws(worker, key):
                     ask(s, model, group, worker, record)
 
 

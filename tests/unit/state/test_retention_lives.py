@@ -19,6 +19,7 @@ from tensorhub_core.state.messages import (
     ModelStatus,
     Offload,
     Ok,
+    Published,
     StatusReply,
     VersionLayouts,
     Welcome,
@@ -345,3 +346,26 @@ def test_status_tells_what_is_offloaded_and_how_long_drains_took() -> None:
     assert (model.drain.count, model.drain.total_s, model.drain.max_s) == (2, 3.0, 3.0)
     assert (model.offload.made, model.offload.dropped, model.offload.bytes) == (1, 1, 0)
     assert [(row.version, row.retained) for row in model.versions] == [(2, True)]
+
+
+def test_a_replica_that_has_all_of_it_again_decides_again() -> None:
+    hub = Hub(retain=1)
+    t = replica(hub, "trainer", 2)
+    (slow,) = [replica(hub, "slow", 2, spot=True)]
+    publish(t, 1)
+    promised(slow, join(slow, 0))
+    begin(slow, 0)
+    unpublish(t[:1])
+    offload(t[0])
+    again = hub.hello("trainer", 1, 2)
+    assert len(losses(hub)) == 1
+    again.register(b"layout 1")
+    again.publish(1, sums(1, 1), Published)
+    assert rows(again)[1] == (True, True, ["trainer"])
+    asked = unpublish([again])
+    assert offloads_asked(again) == [1], "shard 0 may have let go when shard 1 was lost, but it has its offload copy"
+    offload(again)
+    slow[1].ask(LeaveRound(0, "deadline_exceeded", "no time"))
+    assert answered([again], asked) == [True]
+    assert rows(again)[1] == (True, True, ["trainer"])
+    lawful(hub)
