@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tensorhub_core.errors import ConfigError
 from tensorhub_core.server.files import free_lock, same_file, take_lock
-from tensorhub_core.state.records import MOST_SERVER_EPOCH
+from tensorhub_core.state.bounds import MOST_SERVER_EPOCH
 
 LOOK_EVERY_S = 0.1
 _DIGITS = 20

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import msgspec
 
+MOST_SERVER_EPOCH = 1 << 62
+"""Epochs are milliseconds of a wall clock, or a little above: no server has a higher one than this."""
 MOST_TEXT = 1 << 14
 """Characters of an error's text."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from tensorhub_core.errors import DeadlineExceeded, StateError
 from tensorhub_core.ids import ModelName, SessionId
 from tensorhub_core.state import blobs, membership, reads, retention, rounds, staging, status, stragglers, versions
+from tensorhub_core.state.bounds import MOST_SERVER_EPOCH
 from tensorhub_core.state.context import Step, failure
 from tensorhub_core.state.events import Disconnected, Effect, Event, Outdated, Received, Send, Tick
 from tensorhub_core.state.leases import settle_drains
@@ -41,7 +42,7 @@ from tensorhub_core.state.messages import (
     Unstage,
     Wait,
 )
-from tensorhub_core.state.records import MOST_SERVER_EPOCH, MachineConfig, ServerState, Worker
+from tensorhub_core.state.records import MachineConfig, ServerState, Worker
 
 __all__ = ["MachineConfig", "ServerState", "step"]
 

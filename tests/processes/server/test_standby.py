@@ -12,8 +12,8 @@ import pytest
 from tensorhub_core import serve
 from tensorhub_core.client.oneshot import ask
 from tensorhub_core.errors import ServerUnreachable, TensorHubError
+from tensorhub_core.state.bounds import MOST_SERVER_EPOCH
 from tensorhub_core.state.messages import PROTOCOL, Failure, GetStatus, Hello, StatusReply, Welcome
-from tensorhub_core.state.records import MOST_SERVER_EPOCH
 from tests.processes.server.raw import RawClient, ServerProcess, eventually, server_process
 from tests.processes.server.standby import Candidate, Candidates, candidates
 
