@@ -1,0 +1,1 @@
+"""The exhaustive walk: every order of events around the real server machine (`python -m tests.walk`)."""

@@ -1,0 +1,199 @@
+"""Machines with one decision made wrong, at least one for each law that the server decides; each has its scene."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from tensorhub_core.ids import VersionKey
+from tensorhub_core.state import context, leases, machine, membership, records, retention, rounds, sourcing, versions
+from tensorhub_core.state.records import CopyState
+from tensorhub_core.state.records import ModelState as Model
+from tests.property.state import test_mutants as in_worlds
+from tests.walk.scenes import Scene
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A law that is switched off, how, and where the walk meets it."""
+
+    law: str
+    switch_off: Patch
+    scene: Scene
+
+    @property
+    def name(self) -> str:
+        """Return the name of its golden trace."""
+        return f"{self.law}_{self.switch_off.__name__}"
+
+
+def a_part_is_offered(patch: pytest.MonkeyPatch) -> None:
+    """L1: what some shards of a replica offer may be read, though others have nothing."""
+
+    def offered(s: sourcing.Step, model: Model, key: VersionKey, promised: bool, silent: bool = False) -> object:
+        allowed = {CopyState.PUBLISHED} | ({CopyState.DRAINING} if promised else set())
+        groups = [(g, [w.copy_of(key, allowed) for w in s.members(g)]) for g in model.groups.values()]
+        return [(g, [c for c in copies if c is not None]) for g, copies in groups if any(copies)]
+
+    patch.setattr(sourcing, "offered_groups", offered)
+
+
+def readers_do_not_hold_the_writer(patch: pytest.MonkeyPatch) -> None:
+    """L3: a copy is withdrawn although it is leased."""
+
+    def drains(s: leases.Step) -> None:
+        for copy in [s.state.copies[i] for i in sorted(s.state.draining)]:
+            holder = s.holder(copy)
+            request = leases.end_drain(s, holder, copy)
+            leases.drop_copy(s, copy, "unpublished")
+            if request is not None:
+                s.reply(holder, request, leases.Ok())
+
+    patch.setattr(machine, "settle_drains", drains)
+
+
+def draining_copies_take_new_readers(patch: pytest.MonkeyPatch) -> None:
+    """L3: a copy that is being taken back is promised to rounds that begin only now."""
+    original = sourcing.offered_groups
+
+    def offered(s: sourcing.Step, model: Model, key: VersionKey, promised: bool, silent: bool = False) -> object:
+        return original(s, model, key, True, silent)
+
+    patch.setattr(sourcing, "offered_groups", offered)
+
+
+def nobody_listens_first(patch: pytest.MonkeyPatch) -> None:
+    """L5: a server that was restarted decides at once."""
+    patch.setattr(records.ServerState, "in_grace", lambda self, now: False)
+
+
+def what_is_held_is_not_taken_back(patch: pytest.MonkeyPatch) -> None:
+    """L6: shards that hold a version say so to a server that does not listen."""
+    patch.setattr(membership, "take_back", lambda s, worker, m: None)
+
+
+def promises_of_before_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """L6: what a shard was promised before a restart counts for nothing."""
+    original = rounds.join
+
+    def join(s: rounds.Step, worker: rounds.Worker, request: int, m: rounds.JoinRound) -> None:
+        original(s, worker, request, m)
+        current = s.group(worker).rounds.get(m.round)
+        if current is not None and worker.shard in current.joined:
+            current.joined[worker.shard].promised = None
+
+    patch.setattr(rounds, "join", join)
+
+
+def promises_of_before_count_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """L7: a shard that comes late after a restart still gets what it says it was promised."""
+    original = rounds.join
+
+    def join(s: rounds.Step, worker: rounds.Worker, request: int, m: rounds.JoinRound) -> None:
+        original(s, worker, request, m)
+        current = s.group(worker).rounds.get(m.round)
+        if current is not None and worker.shard in current.joined:
+            current.joined[worker.shard].promised = m.promised
+
+    patch.setattr(rounds, "join", join)
+
+
+def ids_begin_anew(patch: pytest.MonkeyPatch) -> None:
+    """L8: a server that was restarted gives the same ids again."""
+
+    def new_id(s: context.Step, kind: str) -> str:
+        s.state.counter += 1
+        return f"{kind}{s.state.counter}"
+
+    patch.setattr(context.Step, "new_id", new_id)
+
+
+def leases_outlive_their_reader(patch: pytest.MonkeyPatch) -> None:
+    """L8: what a process was reading when another took its place stays leased for ever."""
+    patch.setattr(membership, "end_lease", lambda s, lease: None)
+    patch.setattr(rounds, "end_lease", lambda s, lease: None)
+
+
+def latest_is_what_there_is(patch: pytest.MonkeyPatch) -> None:
+    """L10: when the newest version is gone, an older one is the latest."""
+    original = versions.latest
+
+    def latest(model: Model) -> VersionKey | None:
+        return max((key for key in model.holders if model.versions[key].was_whole), default=original(model))
+
+    patch.setattr(rounds, "latest", latest)
+
+
+def what_was_heard_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """L10: a restarted server does not remember which versions its clients have heard of."""
+    original = membership.hear_high
+
+    def hear_high(s: context.Step, model: Model, m: membership.Hello) -> None:
+        original(s, model, m)
+        model.heard = None
+
+    patch.setattr(membership, "hear_high", hear_high)
+
+
+def nothing_is_retained(patch: pytest.MonkeyPatch) -> None:
+    """L11: whoever holds the last copy of the newest version may take it back."""
+    patch.setattr(retention, "is_retained", lambda model, record: False)
+
+
+def a_copy_in_custody_is_withdrawn(patch: pytest.MonkeyPatch) -> None:
+    """L11: a holder that has to keep a version need not wait for its offload copy."""
+    patch.setattr(leases, "is_kept_back", lambda s, copy: False)
+
+
+def offload_copies_are_dropped_at_once(patch: pytest.MonkeyPatch) -> None:
+    """L11: nobody needs an offload copy."""
+    patch.setattr(retention, "is_needed", lambda s, model, copy: False)
+
+
+def copies_outlive_their_round(patch: pytest.MonkeyPatch) -> None:
+    """L13: what a broken round has filled so far stays a source."""
+    patch.setattr(rounds, "drop_copy", lambda s, copy, reason: None)
+
+
+_PLAIN = Scene("1 source, 1 reader")
+_SMALL = Scene("2 sources, 1 reader", sources=2, shards=1)
+_LEFT = Scene("1 source, 1 reader, a round is left", leaves=1, versions=1)
+_SILENT = Scene("1 source, 1 reader, one is silent", verify=False, suspicions=1, versions=1)
+_CHAIN = Scene("1 source, 2 readers that queue, one dies", 1, 2, 1, 1, queues=True, crashes=1)
+_STAGING = Scene("1 source, 1 reader that stages", stages=True, versions=1)
+_RESTART = Scene("1 source, 1 reader, the server restarts", shards=1, restarts=1)
+_AGAIN = Scene("1 source, 2 readers, one loses its connection", 1, 2, 1, 1, losses=1)
+_RETAIN = Scene("1 source, 1 reader, retention", retain=1)
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant("L01", a_part_is_offered, Scene("2 sources, 1 reader", sources=2, versions=1)),
+    Mutant("L01", in_worlds.what_is_staged_counts_as_held, _STAGING),
+    Mutant("L02", in_worlds.promise_may_change, Scene("2 sources, 1 reader", sources=2)),
+    Mutant("L03", readers_do_not_hold_the_writer, _PLAIN),
+    Mutant("L03", draining_copies_take_new_readers, _AGAIN),
+    Mutant("L03", in_worlds.unstage_at_once, Scene("1 source, 2 readers that stage", 1, 2, 1, 1, stages=True)),
+    Mutant("L04", in_worlds.done_is_not_checked, _SILENT),
+    Mutant("L04", in_worlds.suspected_keep_leases, _SILENT),
+    Mutant("L05", nobody_listens_first, _RESTART),
+    Mutant("L06", what_is_held_is_not_taken_back, _RESTART),
+    Mutant("L06", promises_of_before_are_forgotten, _RESTART),
+    Mutant("L07", promises_of_before_count_for_ever, _AGAIN),
+    Mutant("L08", ids_begin_anew, Scene("1 source, 1 reader, the server restarts", versions=1, restarts=1)),
+    Mutant("L08", leases_outlive_their_reader, Scene("1 source, 1 reader, one dies", crashes=1, versions=1)),
+    Mutant("L10", latest_is_what_there_is, _SMALL),
+    Mutant("L10", what_was_heard_is_forgotten, _RESTART),
+    Mutant("L11", nothing_is_retained, _RETAIN),
+    Mutant("L11", a_copy_in_custody_is_withdrawn, _RETAIN),
+    Mutant("L11", offload_copies_are_dropped_at_once, _RETAIN),
+    Mutant("L12", in_worlds.unverified_prefixes, _PLAIN),
+    Mutant("L12", in_worlds.manifests_do_not_bind, _PLAIN),
+    Mutant("L13", in_worlds.commit_shard_by_shard, _PLAIN),
+    Mutant("L13", copies_outlive_their_round, _LEFT),
+    Mutant("L13", in_worlds.install_before_all_have_staged, _STAGING),
+    Mutant("L14", in_worlds.circles, _CHAIN),
+    Mutant("L14", in_worlds.others_may_be_unfinished, Scene("2 sources, 2 readers, one dies", 2, 2, 1, 1, crashes=1)),
+)
