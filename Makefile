@@ -34,7 +34,7 @@ test: setup env-vllm  ## Run every check that CI runs
 	@.venv/bin/python -m tools.check
 
 test-core: setup  ## Run the tests that need no engine
-	@.venv/bin/python -m tools.check unit processes readme
+	@.venv/bin/python -m tools.check unit walk processes readme
 
 test-vllm: setup env-vllm  ## Run the tests with a real vLLM
 	@.venv/bin/python -m tools.check vllm

@@ -23,8 +23,8 @@ CORE = ".venv/bin"
 VLLM = ".envs/vllm/bin"
 RESULTS = ROOT / ".work" / "results"
 
-ALONE = ("tests/processes", "tests/transport", "tests/readme", "tests/engines")
-"""Tests with real processes and engines: they run one at a time, in phases of their own."""
+ALONE = ("tests/processes", "tests/transport", "tests/readme", "tests/engines", "tests/walk")
+"""Tests with real processes and engines, which run one at a time, and the exhaustive walk: phases of their own."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ PHASES = (
     Phase("mypy", (f"{CORE}/mypy",), 600),
     Phase("imports", (f"{CORE}/lint-imports", "--cache-dir", ".work/imports"), 300),
     _pytest("unit", f"{CORE}/python", "-n", "2", "tests", *(f"--ignore={path}" for path in ALONE), limit_s=900),
+    _pytest("walk", f"{CORE}/python", "-n", "2", "tests/walk", limit_s=900),
     _pytest("processes", f"{CORE}/python", "tests/processes", "tests/transport", limit_s=900),
     _pytest("readme", f"{CORE}/python", "tests/readme", limit_s=300),
     _pytest("vllm", f"{VLLM}/python", "tests/engines/vllm", limit_s=1500),
