@@ -63,8 +63,8 @@ def digest(model: torch.nn.Module) -> str:
 
 
 @pytest.fixture
-def address() -> Iterator[str]:
-    with serve() as server:
+def address(request: pytest.FixtureRequest) -> Iterator[str]:
+    with serve(retain=getattr(request, "param", None)) as server:
         yield server.address
 
 
@@ -125,6 +125,7 @@ def drop(linear: torch.nn.Linear) -> None:
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("address", [0], indirect=True, ids=["retaining nothing"])
 @pytest.mark.parametrize("change", [move, replace, cast, drop])
 def test_weights_that_moved_are_never_published(address: str, change: Callable[[torch.nn.Linear], None]) -> None:
     model = torch.nn.Linear(8, 8)
