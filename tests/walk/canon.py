@@ -14,7 +14,7 @@ import xxhash
 
 from tensorhub_core.state.records import Copy, Group, Round, VersionRecord, Worker
 from tests.walk.actors import Actor
-from tests.walk.world import World
+from tests.walk.world import NOW, World
 
 _encode = msgspec.msgpack.Encoder().encode
 Row = tuple[object, ...]
@@ -53,6 +53,7 @@ def _local(world: World, a: Actor, worker: Worker | None) -> Row:
         server = (
             worker.session not in world.server.sessions,
             worker.suspected,
+            worker.last_seen_s < NOW,
             worker.dirty,
             worker.memory is None,
             worker.staging is None,
@@ -88,7 +89,17 @@ def _name(world: World, workers: list[Worker | None], order: tuple[int, ...], le
     records = sorted(_record(r, firsts) for r in model.versions.values())
     flags = (world.listened, world.failed, server.listening, server.deserted, min(server.buried, 2), model.epoch)
     scene = world.scene
-    left = (scene.leaves, scene.refusals, scene.crashes, scene.suspicions, scene.burials, scene.losses, scene.restarts)
+    left = (
+        scene.doubts,
+        scene.departures,
+        scene.leaves,
+        scene.refusals,
+        scene.crashes,
+        scene.suspicions,
+        scene.burials,
+        scene.losses,
+        scene.restarts,
+    )
     return (least, people, rounds, records, model.high, model.heard, flags, left)
 
 
@@ -166,6 +177,7 @@ def _round(group: Group, r: Round, names: dict[str, Row], columns: list[int]) ->
         for shard, tried in r.avoid.items()
         if tried
     )
+    stalls = sorted((columns[shard], names.get(copy, ()), len(times)) for (shard, copy), times in r.stalls.items())
     unheard = sorted(columns[shard] for shard in r.unheard)
-    ties = (joined, leases, avoid, unheard, r.awaits_silent, r.join_by_s is None)
+    ties = (joined, leases, avoid, stalls, unheard, r.awaits_silent, r.join_by_s is None)
     return (r.number - group.next_round, r.want, r.mode, r.key, verdict, *ties)

@@ -10,6 +10,7 @@ from tensorhub_core.state.messages import (
     DropOffload,
     Failure,
     Filling,
+    Leave,
     LeaveRound,
     NothingNewer,
     OffloadKept,
@@ -40,6 +41,8 @@ def hear(world: World, actor: Actor, kind: str, message: Reply) -> None:
         published(actor, message)
     elif kind == "unpublish":
         withdrawn(world, actor, message)
+    elif kind == "handover":
+        depart(world, actor, message)
     elif kind == "offload":
         offloaded(actor, message)
     elif kind == "unstage":
@@ -203,6 +206,13 @@ def leave(world: World, actor: Actor) -> None:
     world.ask(actor, "told", LeaveRound(number, "state_error", "it cannot go on"))
     if actor.in_round and actor.round == number:
         end_round(world, actor)
+
+
+def depart(world: World, actor: Actor, message: Reply) -> None:
+    """Leave for good; that counts as a failure if nobody could take over."""
+    world.failed = world.failed or not isinstance(message, Ok)
+    world.ask(actor, "told", Leave())
+    actor.alive, actor.phase = False, "over"
 
 
 def offloaded(actor: Actor, message: Reply) -> None:

@@ -8,6 +8,7 @@ from tensorhub_core.ids import Digest
 from tensorhub_core.state.messages import (
     Announce,
     Done,
+    HandOver,
     JoinRound,
     LeaseFailure,
     Offloaded,
@@ -19,8 +20,10 @@ from tensorhub_core.state.messages import (
 )
 from tests.walk import checks, hearing
 from tests.walk.actors import REGISTERED, SEGMENTS, Action, Actor, Violation
-from tests.walk.world import World, code_of, key_of, sums_of
+from tests.walk.world import NOW, World, code_of, key_of, sums_of
 
+BEFORE_S = 0.1
+"""A moment; far less than a heartbeat."""
 _MEMORIES = ("", " staging", " offload")
 
 
@@ -34,13 +37,17 @@ def of_process(world: World, actor: Actor) -> Iterator[Action]:
         if not actor.is_source:
             yield from reads(world, actor)
         return
-    if worker.suspected:
+    if worker.suspected or worker.last_seen_s < NOW:
         yield ("wake", actor.place, "")
     yield from (("again", actor.place, kind) for kind in sorted(actor.resend))
     if actor.offload_asked:
         yield ("offload", actor.place, "")
         if world.scene.refusals:
             yield ("offload fails", actor.place, "")
+    if "handover" in actor.open.values():
+        return
+    if world.scene.departures and actor.phase == "idle" and not actor.draining:
+        yield ("hand over", actor.place, "")
     if actor.is_source:
         if actor.held and not actor.draining:
             yield ("unpublish", actor.place, "")
@@ -79,6 +86,8 @@ def of_reader(world: World, actor: Actor) -> Iterator[Action]:
             yield ("done", place, "")
         if actor.lost or any(world.by_life(where[0]) is None for where in actor.sources.values()):
             yield ("relocate", place, "lost")
+        if world.scene.doubts and actor.sources:
+            yield from (("doubt", place, kind) for kind in ("stalled", "slow"))
     yield from reads(world, actor)
     if world.scene.leaves and phase in ("joining", "promised", "reading", "relocating", "done") and not actor.committed:
         yield ("leave", place, "")
@@ -132,6 +141,25 @@ def do_relocate(world: World, actor: Actor, kind: str, leases: set[str] | None =
     actor.phase = "relocating"
     failures = tuple(LeaseFailure(lease, kind) for lease in sorted(leases))  # type: ignore[arg-type]
     world.ask(actor, "relocate", Relocate(actor.round, failures))
+
+
+def do_doubt(world: World, actor: Actor, kind: str) -> None:
+    """Leave sources that live; those that have stalled are not heard until they speak."""
+    world.spend("doubts")
+    holders = [world.by_life(where[0]) for where in actor.sources.values()]
+    for worker in (world.known(a) for a in holders if a is not None and kind == "stalled"):
+        if worker is not None:
+            worker.last_seen_s = NOW - 2 * BEFORE_S
+    do_relocate(world, actor, kind, set(actor.sources))
+    for current in world.model.groups[actor.replica].rounds.values():  # type: ignore[index]
+        for copies, times in current.stalls.items():
+            current.stalls[copies] = [min(time, NOW - BEFORE_S) for time in times]
+
+
+def do_hand_over(world: World, actor: Actor, _: str) -> None:
+    """Ask whether what it holds is kept without it, in order to leave."""
+    world.spend("departures")
+    world.ask(actor, "handover", HandOver())
 
 
 def do_join(world: World, actor: Actor, how: str) -> None:

@@ -7,16 +7,17 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """One walk. The counts from `leaves` on are budgets: how often that may happen on one path.
+    """One walk. The counts from `doubts` on are budgets: how often that may happen on one path.
 
     `verify`: readers compare what they read with its checksums, and offer what they have verified to others.
     `queues`: readers may queue behind a reader that has yet to begin. `stages`: readers stage versions and install
     them. `explicit`: readers may ask for a version by its number. `retain`: versions that no call may lose. `ahead`:
     by how many rounds a shard may be ahead of another one that has yet to hear how they ended. `eager`: a
     read that nothing can disturb or wait for comes before everything else (for scenes of one reader without faults).
-    `leaves` counts rounds
-    given up and deadlines of the server that pass, `refusals` offload copies that cannot be made, `crashes` processes
-    that die, `suspicions` silences of a living one past its lease, `burials` such past its death, `losses`
+
+    `doubts` counts sources that are left although they live, `departures` workers that hand over and leave, `leaves`
+    rounds given up and deadlines of the server that pass, `refusals` offload copies that cannot be made, `crashes`
+    processes that die, `suspicions` silences of a living one past its lease, `burials` such past its death, `losses`
     connections, `restarts` of the server.
     """
 
@@ -32,6 +33,8 @@ class Scene:
     retain: int = 0
     ahead: int = 0
     eager: bool = False
+    doubts: int = 0
+    departures: int = 0
     leaves: int = 0
     refusals: int = 0
     crashes: int = 0
@@ -56,6 +59,7 @@ CI: tuple[Scene, ...] = (
     Scene("a round is left", leaves=1),
     Scene("asked by number", explicit=True, versions=1),
     Scene("a shard ahead", ahead=1),
+    Scene("sources that live are left", readers=2, shards=1, versions=1, queues=True, doubts=2),
     Scene("one dies", crashes=1, shards=1, leaves=1),
     Scene("one is given up", burials=1, versions=1),
     Scene("a connection is lost", losses=1, versions=1),
@@ -64,8 +68,9 @@ CI: tuple[Scene, ...] = (
     Scene("staging, 2 shards", stages=True, versions=1),
     Scene("retention", retain=1),
     Scene("retention, no room", retain=1, refusals=1),
-    Scene("retention, one dies", retain=1, shards=1, crashes=1, versions=1),
-    Scene("retention, the server restarts", retain=1, shards=1, restarts=1, versions=1),
+    Scene("retention, one dies", retain=1, shards=1, crashes=1),
+    Scene("retention, the server restarts", retain=1, shards=1, restarts=1),
+    Scene("retention, two leave", readers=2, retain=1, shards=1, versions=1, departures=2),
 )
 """What is walked with every change."""
 
@@ -77,6 +82,7 @@ NIGHTLY: tuple[Scene, ...] = (
     Scene("one dies, 2 shards", crashes=1, leaves=1),
     Scene("2 readers that queue, one dies", readers=2, versions=1, queues=True, crashes=1),
     Scene("everything, single shards", shards=1, crashes=1, suspicions=1, losses=1, restarts=1, leaves=1, versions=1),
+    Scene("the server restarts, 2 shards", restarts=1, versions=1),
     Scene("the server restarts twice", restarts=2, versions=1),
     Scene("the server restarts, checksums off", verify=False, restarts=1, suspicions=1),
     Scene("staging, the server restarts", stages=True, versions=1, restarts=1),

@@ -10,6 +10,8 @@ from tests.walk.actors import Action, Actor
 from tests.walk.moves import (
     do_again,
     do_done,
+    do_doubt,
+    do_hand_over,
     do_hear,
     do_join,
     do_leave,
@@ -78,6 +80,8 @@ _VERBS: dict[str, Callable[[World, Actor, str], None]] = {
     "read": do_read,
     "relocate": do_relocate,
     "done": do_done,
+    "doubt": do_doubt,
+    "hand over": do_hand_over,
     "leave": do_leave,
     "crash": do_crash,
     "start again": do_start_again,

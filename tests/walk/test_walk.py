@@ -105,7 +105,7 @@ IGNORED = {
     "draining offloads",
     "ModelState": "name stream streams waiting holders retain handovers stuck drains offloads_made offloads_dropped",
     "Group": "model replica generation num_shards zone host spot keeper retired next_round",
-    "Round": "told_slow told_late tried stalls details number",
+    "Round": "told_slow told_late tried details number",
     "Joined": "offer heard done_sums",
     "Worker": "id session token model replica shard observer stream last_seen_s room_bytes",
     "Copy": "id worker memory done_bytes started_s speed draining_since_s origin sums",

@@ -24,6 +24,8 @@ _TEXT = {
     "read": "reads the next segment from {more}",
     "relocate": "asks for another source",
     "done": "is done",
+    "doubt": "leaves its sources, which are {more}, for others",
+    "hand over": "wants to leave, and hands over",
     "leave": "gives its round up",
     "crash": "dies",
     "start again": "is started again",
