@@ -46,6 +46,13 @@ def is_protected(s: Step, model: ModelState, group: Group, record: VersionRecord
     )
 
 
+def is_free(s: Step, model: ModelState, group: Group, record: VersionRecord) -> bool:
+    """Tell whether nothing is lost when a replica lets a version go."""
+    if not is_retained(model, record) or group.replica not in record.keeping.held:
+        return True
+    return is_protected(s, model, group, record, by_custody=True)
+
+
 def is_withdrawing(s: Step, group: Group, key: VersionKey) -> bool:
     """Tell whether some shard takes its registered memory back and has not offloaded it yet."""
     return any(withdraws(w, key) for w in s.members(group))

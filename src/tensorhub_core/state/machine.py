@@ -8,7 +8,18 @@ from __future__ import annotations
 
 from tensorhub_core.errors import DeadlineExceeded, StateError
 from tensorhub_core.ids import ModelName, SessionId
-from tensorhub_core.state import blobs, membership, reads, retention, rounds, staging, status, stragglers, versions
+from tensorhub_core.state import (
+    blobs,
+    leaving,
+    membership,
+    reads,
+    retention,
+    rounds,
+    staging,
+    status,
+    stragglers,
+    versions,
+)
 from tensorhub_core.state.bounds import MOST_SERVER_EPOCH
 from tensorhub_core.state.context import Step, failure
 from tensorhub_core.state.events import Disconnected, Effect, Event, Outdated, Received, Send, Tick
@@ -122,7 +133,7 @@ def dispatch(s: Step, worker: Worker, request: int, message: Request) -> None:
         case OffloadFailed():
             retention.offload_failed(s, worker, request, message)
         case HandOver():
-            retention.hand_over(s, worker, request, message)
+            leaving.hand_over(s, worker, request, message)
         case Unstage():
             staging.unstage(s, worker, request, message)
         case JoinRound():

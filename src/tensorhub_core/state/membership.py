@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tensorhub_core.errors import ConfigError, ProtocolMismatch, StateError, TensorHubError
 from tensorhub_core.ids import Digest, ModelName, ReplicaName, SessionId, VersionKey, WorkerId
-from tensorhub_core.state import retention
+from tensorhub_core.state import leaving, retention
 from tensorhub_core.state.context import NO_SESSION, Step, failure
 from tensorhub_core.state.events import Send
 from tensorhub_core.state.leases import drop_copy, end_lease, revoke_lease
@@ -253,7 +253,7 @@ def remove(s: Step, worker: Worker, reason: str) -> None:
             del model.groups[group.replica]
         model.handovers.discard(worker.id)
         model.stuck.discard(worker.id)
-        retention.after_failure(s, model.name, group.replica, keys, reason)
+        leaving.after_failure(s, model.name, group.replica, keys, reason)
     for lease_id in sorted(worker.leases):
         end_lease(s, lease_id)
     model.waiting = [w for w in model.waiting if w.worker != worker.id]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tensorhub_core.errors import CorruptTransfer, StateError, TensorHubError, VersionUnavailable, error_from_wire
-from tensorhub_core.ids import CopyId, Digest, ModelName, ReplicaName, VersionKey
+from tensorhub_core.errors import CorruptTransfer, StateError, TensorHubError, error_from_wire
+from tensorhub_core.ids import CopyId, Digest, ReplicaName, VersionKey
 from tensorhub_core.state.context import Step
 from tensorhub_core.state.keeping import (
+    is_free,
     is_kept_back,
     is_protected,
     is_reliable,
@@ -22,10 +23,10 @@ from tensorhub_core.state.keeping import (
     withdraws,
 )
 from tensorhub_core.state.leases import add_offload, drop_copy, new_copy_id
+from tensorhub_core.state.leaving import answer_handovers, lose, reconsider
 from tensorhub_core.state.messages import (
     DropOffload,
     Failure,
-    HandOver,
     Hello,
     Offload,
     Offloaded,
@@ -125,13 +126,6 @@ def take_verdict(s: Step, model: ModelState, replica: ReplicaName, key: VersionK
     keeping.custody.add(replica)
     if (text := cannot_keep(s, group)) is not None:
         give_up(s, model, group, record, text)
-
-
-def is_free(s: Step, model: ModelState, group: Group, record: VersionRecord) -> bool:
-    """Tell whether nothing is lost when a replica lets a version go."""
-    if not is_retained(model, record) or group.replica not in record.keeping.held:
-        return True
-    return is_protected(s, model, group, record, by_custody=True)
 
 
 def cannot_keep(s: Step, group: Group) -> str | None:
@@ -342,64 +336,3 @@ def is_needed(s: Step, model: ModelState, copy: Copy) -> bool:
         return False
     registered = [w.copy for w in s.members(group) if w.copy is not None and w.copy.key == copy.key]
     return len(registered) < group.num_shards or any(c.state is not CopyState.PUBLISHED for c in registered)
-
-
-# --- leaving and losing ---------------------------------------------------------------------------------------------
-
-
-def hand_over(s: Step, worker: Worker, request: int, _: HandOver) -> None:
-    """Answer when no retained version depends on the worker's replica any more."""
-    if worker.handover_request is not None and worker.handover_request != request:
-        s.fail(worker, worker.handover_request, StateError("another close() has taken over"))
-    worker.leaving, worker.handover_request = True, request
-    s.model(worker).handovers.add(worker.id)
-    s.kept.add(worker.model)
-
-
-def answer_handovers(s: Step, model: ModelState) -> None:
-    """Tell those who are about to leave that nothing depends on them, or that nobody is there to take it over."""
-    for worker_id in sorted(model.handovers):
-        worker = s.state.workers[worker_id]
-        group = s.group(worker)
-        bound = [key for key, record in model.versions.items() if not is_free(s, model, group, record)]
-        if bound and any(is_reliable(s, other) for other in model.groups.values() if other is not group):
-            continue
-        request, worker.handover_request = worker.handover_request, None
-        model.handovers.discard(worker_id)
-        if request is not None and bound:
-            text = f"nobody is there who could take over version {', '.join(map(show, sorted(bound)))}"
-            s.fail(worker, request, VersionUnavailable(text))
-        elif request is not None:
-            s.reply(worker, request, Ok())
-
-
-def after_failure(s: Step, name: ModelName, replica: ReplicaName, keys: set[VersionKey], reason: str) -> None:
-    """See what was lost with a worker that is gone; who was letting go relying on it may still be able to keep it."""
-    model = s.state.models[name]
-    for key in sorted(keys):
-        review(s, name, replica, key)
-        record = model.versions.get(key)
-        if record is None:
-            continue
-        lose(s, model, record, replica, reason)
-        reconsider(s, model, record, replica)
-
-
-def reconsider(s: Step, model: ModelState, record: VersionRecord, lost: ReplicaName) -> None:
-    """Decide again for those that let a version go but still have it: they may have relied on this replica."""
-    for other in (record.keeping.let_go & record.keeping.held) - {lost}:
-        record.keeping.let_go.discard(other)
-        s.changed.add((model.name, other, record.key))
-
-
-def lose(s: Step, model: ModelState, record: VersionRecord, replica: ReplicaName, reason: str) -> None:
-    """Note whether a version has lost its last holder, or its last reliable one, by a failure of this replica."""
-    keeping = record.keeping
-    others = [r for r in keeping.held if r != replica or r not in keeping.let_go]
-    was = keeping.safe, keeping.reachable
-    keeping.safe = keeping.safe and any(not model.groups[r].spot for r in others)
-    keeping.reachable = keeping.reachable and bool(others)
-    if is_retained(model, record) and (keeping.safe, keeping.reachable) != was:
-        what = "its last reliable holder" if keeping.reachable else "its last holder"
-        text = f"retained version {show(record.key)} has lost {what}, {replica!r}: {reason}"
-        s.log("warning", f"model {model.name!r}: {text}")
