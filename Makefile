@@ -4,7 +4,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 ENVS := $(PYTHON) -m tools.envs
 
-.PHONY: help setup envs env-vllm env-sglang env-megatron demo demo-quick test test-core test-vllm lint format bench docs clean clean-cache
+.PHONY: help setup envs env-vllm env-sglang env-megatron demo demo-quick test test-core test-vllm nightly-sim lint format bench docs clean clean-cache
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ test-core: setup  ## Run the tests that need no engine
 
 test-vllm: setup env-vllm  ## Run the tests with a real vLLM
 	@.venv/bin/python -m tools.check vllm
+
+nightly-sim: setup  ## 50,000 simulated worlds, by all cores (hours); CI runs the first 300
+	@.venv/bin/python -m tests.sim --seeds 50000 --jobs $$(nproc) --keep-going
 
 lint: setup  ## ruff, mypy, import-linter
 	@.venv/bin/python -m tools.check ruff format mypy imports
