@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tensorhub_core.errors import TensorHubError, error_from_wire
-from tensorhub_core.state.messages import PROTOCOL, Failure, Held, Hello, PutBlob, Register, Reply, Welcome
+from tensorhub_core.state.messages import PROTOCOL, Ended, Failure, Held, Hello, PutBlob, Register, Reply, Welcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,11 @@ def hello_of(
     high: tuple[int, int] | None,
     offloads: tuple[Held, ...] = (),
     server_epoch: int = 0,
+    ended: Ended | None = None,
 ) -> Hello:
     """Return the hello of a worker that has heard of versions up to `high` and of servers up to `server_epoch`.
 
-    `offloads` are the copies that it keeps in host memory.
+    `offloads` are the copies that it keeps in host memory; `ended` is how its last round ended.
     """
     return Hello(
         protocol=PROTOCOL,
@@ -73,6 +74,7 @@ def hello_of(
         observer=identity.observer,
         high=high,
         held=standing.held,
+        ended=ended,
         offloads=offloads,
         keeper=identity.keeper,
         server_epoch=server_epoch,

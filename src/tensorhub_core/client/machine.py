@@ -100,8 +100,8 @@ def step(state: RoundState, event: Event, now: float) -> tuple[RoundState, list[
             settled(s, sums)
         case Pushed(message):
             pushed(s, message)
-        case Reopened(welcome):
-            rejoin(s, welcome.next_round)
+        case Reopened():
+            rejoin(s)
         case Broken(error):
             if state.phase not in (Phase.STOPPING, Phase.LEAVING):
                 leave(s, error)
@@ -110,18 +110,21 @@ def step(state: RoundState, event: Event, now: float) -> tuple[RoundState, list[
     return state, s.effects
 
 
-def rejoin(s: Step, next_round: int) -> None:
-    """Ask for the promise again: the server may have forgotten it. A running read goes on meanwhile."""
+def rejoin(s: Step) -> None:
+    """Ask for the promise again: the server may have forgotten it. A running read goes on meanwhile.
+
+    The round keeps its number: a server that knows it goes on with it or says how it ended, and the other shards say
+    theirs, so that the calls of all shards still meet (law L6).
+    """
     state = s.state
     if state.phase in (Phase.STOPPING, Phase.LEAVING):
         return
     state.rejoins += 1
     if state.rejoins > MAX_REJOINS:
         return leave(s, StateError("the connection to the server was lost too often during this call"))
-    s.effects.append(Tell(LeaveRound(state.number, StateError.code, "its connection was lost")))
-    state.number, state.entered = next_round, False
+    state.entered = False
     state.lost.clear()
-    join(s)
+    join(s, again=True)
 
 
 def answered(s: Step, reply: Reply) -> None:

@@ -64,7 +64,7 @@ class Step:
         self.effects.append(end)
 
 
-def join(s: Step) -> None:
+def join(s: Step, again: bool = False) -> None:
     """Join the round, for the first time or again; all shards of the replica ask for the same, whatever they have read.
 
     A server that still knows our committed copy answers an update with `NothingNewer`, and so a stage or an install.
@@ -74,7 +74,7 @@ def join(s: Step) -> None:
     if state.touched and mode not in ("stage", "install"):
         mode, have = "update" if state.done_asked else "replicate", None
     how = (state.offer, state.prefix, state.key, state.room_bytes)
-    s.ask(JoinRound(state.number, state.want, mode, have, *how), Phase.JOINING)
+    s.ask(JoinRound(state.number, state.want, mode, have, *how, again), Phase.JOINING)
 
 
 def promised(s: Step, promise: Promise) -> None:

@@ -23,7 +23,7 @@ from tensorhub_core.client.versions import Version
 from tensorhub_core.clock import Deadline
 from tensorhub_core.errors import DeadlineExceeded, ServerUnreachable, StateError, TensorHubError
 from tensorhub_core.ids import VersionKey
-from tensorhub_core.state.messages import PutBlob
+from tensorhub_core.state.messages import Ended, PutBlob
 
 _WELCOME_S = 1.0
 
@@ -118,11 +118,13 @@ class RoundRunner:
         state.prefix, state.room_bytes = self._prefix, self._resources.offloads.room_bytes()
         driver = make(state, parts, life, call.deadline, call.progress)
         self._mailbox.attach(driver)
+        end: End | None = None
         try:
             end = driver.run()
         finally:
             self._mailbox.detach()
             self._next_round = (driver.life, state.number + 1)
+            self._session.ended = Ended(state.number, None if end is None or end.error is not None else end.key)
         self._mailbox.counters.discards += state.discards
         return driver, end
 

@@ -128,6 +128,10 @@ def l13_nothing_is_overwritten_before_all_have_staged(state: ServerState) -> Ite
             if current.kind != "install" or current.key is None or current.verdict is not None:
                 continue
             staged = {shard for shard, joined in current.joined.items() if joined.have == current.key}
+            for shard, worker_id in group.members.items():  # who has installed it before the server restarted
+                end = state.workers[worker_id].ended
+                if current.resumed and end is not None and (end.round, end.key) == (current.number, current.key):
+                    staged.add(shard)
             if staged != set(range(group.num_shards)):
                 yield f"{group.replica} installs {current.key} that only shards {sorted(staged)} have staged"
 

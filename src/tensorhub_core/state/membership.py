@@ -5,12 +5,14 @@ from __future__ import annotations
 from tensorhub_core.errors import ConfigError, ProtocolMismatch, StateError, TensorHubError
 from tensorhub_core.ids import Digest, ModelName, ReplicaName, SessionId, VersionKey, WorkerId
 from tensorhub_core.state import leaving, retention
+from tensorhub_core.state.bounds import MOST_SERVER_EPOCH
 from tensorhub_core.state.context import NO_SESSION, Step, failure
 from tensorhub_core.state.events import Send
 from tensorhub_core.state.leases import drop_copy, end_lease, revoke_lease
-from tensorhub_core.state.messages import PROTOCOL, Hello, Ok, Register, Superseded, Welcome
-from tensorhub_core.state.records import MOST_SERVER_EPOCH, CopyState, Group, ModelState, Registration, Worker
+from tensorhub_core.state.messages import PROTOCOL, Hello, Ok, Register, Superseded, UnknownSession, Welcome
+from tensorhub_core.state.records import CopyState, Group, ModelState, Registration, Worker
 from tensorhub_core.state.resourcing import forgive
+from tensorhub_core.state.resuming import ended_before
 from tensorhub_core.state.rounds import abort
 from tensorhub_core.state.versions import current_epoch, put_copy, show
 
@@ -53,6 +55,7 @@ def hello(s: Step, session: SessionId, request: int, m: Hello) -> None:
         group.members[m.shard] = worker.id
         group.zone, group.host, group.spot, group.keeper = m.zone, m.host, m.spot, m.keeper
         group.generation += 1
+    note_ended(s, group, worker, m)
     welcome(s, worker, request, group)
     take_back(s, worker, m)
     retention.take_back(s, worker, m)
@@ -170,7 +173,7 @@ def welcome(s: Step, worker: Worker, request: int, group: Group | None) -> None:
             worker.id,
             config.server_epoch,
             0 if group is None else group.generation,
-            0 if group is None else first_round(group, worker),
+            0 if group is None else first_round(s, group, worker),
             current_epoch(model),
             config.lease_s,
             config.heartbeat_s,
@@ -178,10 +181,30 @@ def welcome(s: Step, worker: Worker, request: int, group: Group | None) -> None:
     )
 
 
-def first_round(group: Group, worker: Worker) -> int:
+def note_ended(s: Step, group: Group, worker: Worker, m: Hello) -> None:
+    """Take note of the last round that a worker was in: numbers go on where they were before the server restarted.
+
+    Who was told a lower number meanwhile says hello again. A round that the worker has left, with its word about that
+    lost, is broken for the others as well.
+    """
+    before, worker.ended = worker.ended, m.ended
+    if m.ended is None or m.ended == before:
+        return
+    current = group.open_round()
+    if current is None and m.ended.round >= group.next_round:
+        group.next_round = m.ended.round + 1
+        for other in s.members(group):
+            if other is not worker:
+                s.push(other, UnknownSession(s.state.config.server_epoch))
+    elif current is not None and m.ended.round >= current.number and worker.shard in current.joined:
+        text = f"shard {worker.shard} of replica {group.replica!r} has left the round"
+        abort(s, group, current, StateError(text), told=worker.shard)
+
+
+def first_round(s: Step, group: Group, worker: Worker) -> int:
     """Return the first round a newcomer may join: the open one nobody of its shard joined, else the next."""
     current = group.open_round()
-    if current is not None and worker.shard not in current.joined:
+    if current is not None and worker.shard not in {*current.joined, *ended_before(s, group, current)}:
         return current.number
     return group.next_round
 

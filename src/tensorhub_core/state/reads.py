@@ -18,10 +18,12 @@ from tensorhub_core.state.messages import (
     Failure,
     Filling,
     LeaveRound,
+    NothingNewer,
     Ok,
     Relocate,
 )
 from tensorhub_core.state.records import Copy, CopyState, Group, Registration, Round, Worker
+from tensorhub_core.state.resuming import ended_before, keep_end
 from tensorhub_core.state.rounds import abort, drop_leases, drop_leases_of, in_words, keep_promise, leases_stand, where
 from tensorhub_core.state.sourcing import new_copy
 from tensorhub_core.state.versions import bind_manifest, note_offered, note_whole, show
@@ -39,6 +41,8 @@ def filling(s: Step, worker: Worker, request: int, m: Filling) -> None:
     staged = current.kind == "stage"
     key = current.key
     old, memory = (worker.staged, worker.staging) if staged else (worker.copy, worker.memory)
+    if old is not None and old.state is CopyState.FILLING and (old.key, old.memory) == (key, memory):
+        return s.reply(worker, request, Ok())  # said again, over another connection
     if old is not None and old.state is not CopyState.HELD:
         how = "discard()" if staged else "unpublish()"
         text = f"version {show(old.key)} is {old.state.value}: {how} it before it is overwritten"
@@ -151,7 +155,8 @@ def done(s: Step, worker: Worker, request: int, m: Done) -> None:
     copy.speed.finish(copy.done_bytes, s.now)
     if copy.offered and copy.sums:
         tell_followers(s, copy)
-    if all(shard in current.joined and current.joined[shard].done_request is not None for shard in group.members):
+    over = ended_before(s, group, current)
+    if all(k in over or (k in current.joined and current.joined[k].done_request is not None) for k in group.members):
         commit(s, group, current)
 
 
@@ -175,7 +180,7 @@ def commit(s: Step, group: Group, current: Round) -> None:
     """Commit for all shards in one step."""
     assert current.key is not None
     published = all(joined.offer for joined in current.joined.values())
-    for worker in s.members(group):
+    for worker in [w for w in s.members(group) if w.shard in current.joined]:
         copy, joined = worker.filling(), current.joined[worker.shard]
         assert copy is not None
         assert joined.done_request is not None
@@ -190,6 +195,7 @@ def commit(s: Step, group: Group, current: Round) -> None:
             tell_followers(s, copy)
     drop_leases(s, current)
     del group.rounds[current.number]
+    keep_end(s, group, current.number, NothingNewer(current.number, *current.key))
     if published and current.kind == "stage":
         note_offered(s, s.state.models[group.model], current.key)
     elif published:

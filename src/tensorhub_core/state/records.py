@@ -18,10 +18,7 @@ from tensorhub_core.ids import (
 )
 from tensorhub_core.schedule.speed import Speed
 from tensorhub_core.state.kept import DrainCount, Keeping
-from tensorhub_core.state.messages import Message
-
-MOST_SERVER_EPOCH = 1 << 62
-"""Epochs are milliseconds of a wall clock, or a little above: no server has a higher one than this."""
+from tensorhub_core.state.messages import Ended, Failure, Message, NothingNewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +141,8 @@ class Worker:
     """Copies in host memory that keep retained versions (law L11); sources like any other."""
     room_bytes: int | None = None
     """What the worker said it may still fill with offload copies, as far as it is known."""
+    ended: Ended | None = None
+    """How its last round ended when it said hello."""
     offload_asked: CopyId | None = None
     offload_failed: Message | None = None
     """The copy that the worker was told to offload, and why it could not."""
@@ -193,7 +192,8 @@ class Joined:
     """What it has verified may be offered before it is complete."""
     promised: VersionKey | None = None
     """What the server promised it before it restarted."""
-    heard: bool = False
+    session: SessionId | None = None
+    """The connection on which it joined: what was asked on an earlier one needs no answer."""
     orphaned_since_s: float | None = None
     source_request: int | None = None
     """The `Relocate`, or the `Done` that is to be read again (`rereads`), which waits for other sources."""
@@ -229,6 +229,8 @@ class Round:
     join_by_s: float | None = None
     awaits_silent: bool = False
     """Some shard has no source but the copies of workers that are silent at the moment (law L4)."""
+    resumed: bool = False
+    """Opened by a shard that was in it in an earlier life of the server: others may have ended it there (law L6)."""
 
     @property
     def kind(self) -> str:
@@ -252,6 +254,10 @@ class Group:
     members: dict[int, WorkerId] = field(default_factory=dict)
     rounds: dict[int, Round] = field(default_factory=dict)
     next_round: int = 0
+    first_round: int | None = None
+    """The lowest number of a round that was opened in this life of the server."""
+    ended: dict[int, Failure | NothingNewer] = field(default_factory=dict)
+    """How the newest rounds ended, for shards that have lost the answer."""
     retired: list[str] = field(default_factory=list)
 
     def open_round(self) -> Round | None:

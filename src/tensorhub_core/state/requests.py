@@ -28,11 +28,19 @@ class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     portable: bool = True
 
 
+class Ended(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How the worker's last round ended: with version `key` (in staging memory, if it was staged), or broken off."""
+
+    round: int
+    key: tuple[int, int] | None = None
+
+
 class Hello(Message, frozen=True):
     """Open a session as one shard of a replica, or as an observer (which belongs to no replica).
 
     `token` is drawn once per worker life: a hello with the same token is the same worker saying hello again, another
     token under an occupied slot supersedes it (law L8). `high` is the highest version the worker ever heard of.
+    `ended`: how the last round that the worker was in ended, for those who have not heard it (law L6).
     `server_epoch` is the highest epoch of a server it ever heard of: a server of a lower one stops without an answer.
     `offloads` are the offload copies it holds in host memory; `keeper` says that its replica exists to keep versions
     (law L11).
@@ -51,6 +59,7 @@ class Hello(Message, frozen=True):
     observer: bool = False
     high: tuple[int, int] | None = None
     held: Held | None = None
+    ended: Ended | None = None
     offloads: Annotated[tuple[Held, ...], msgspec.Meta(max_length=1024)] = ()
     keeper: bool = False
     server_epoch: int = 0
@@ -160,6 +169,8 @@ class JoinRound(Message, frozen=True):
     `offer=False`: neither the copy nor its prefix is offered to anyone (memory that is processed in place).
     `prefix=False`: only the finished copy is offered, because the worker does not verify every segment (law L12).
     `promised` is the version that an earlier life of the server, or of the connection, promised this call.
+    `again`: the worker joined this very round before, over a connection that was lost or at a server that has restarted
+    since; a round that has ended meanwhile answers with its end (`NothingNewer` if it was committed).
     `room_bytes` is the host memory that the worker may still fill with offload copies, None if it is not told.
     """
 
@@ -171,6 +182,7 @@ class JoinRound(Message, frozen=True):
     prefix: bool = True
     promised: tuple[int, int] | None = None
     room_bytes: int | None = None
+    again: bool = False
 
 
 class Filling(Message, frozen=True):

@@ -26,6 +26,7 @@ from tensorhub_core.state.messages import (
 )
 from tensorhub_core.state.records import UNFINISHED, CopyState, Group, Joined, ModelState, Round, Worker
 from tensorhub_core.state.resourcing import may_wake, pardon, tell_sources
+from tensorhub_core.state.resuming import begin, ended_before, keep_end, may_come_back
 from tensorhub_core.state.sourcing import await_copy, describe_holders, lease_shard
 from tensorhub_core.state.versions import (
     current_epoch,
@@ -43,23 +44,28 @@ def join(s: Step, worker: Worker, request: int, m: JoinRound) -> None:
         return s.fail(worker, request, StateError(refusal))
     current = group.rounds.get(m.round)
     if current is None:
+        if m.again and m.round in group.ended:
+            return s.reply(worker, request, group.ended[m.round])
         other = group.open_round()
-        if other is not None or m.round != group.next_round:
+        if other is not None or (m.round != group.next_round and not (m.again and may_come_back(group, m.round))):
             number = group.next_round if other is None else other.number
             text = f"round {m.round} of replica {group.replica!r} cannot be joined now, {number} can"
             return s.fail(worker, request, StateError(text))
         current = Round(m.round, m.want, m.mode)
-        group.rounds[m.round] = current
-        group.next_round = m.round + 1
+        current.resumed = m.again
+        begin(group, current)
     if current.verdict is not None:
         return tell_verdict(s, group, worker, request, current)
-    if worker.shard in current.joined:
+    if worker.shard in current.joined and not m.again:
         return s.fail(worker, request, StateError(f"shard {worker.shard} has joined round {m.round} already"))
+    before = current.joined.get(worker.shard)
+    if before is not None and before.session == worker.session:
+        answer_owed(s, worker, current, failure(StateError("the round was joined again")))
     have = None if m.have is None else (m.have[0], m.have[1])
     # Only a server that listens after a restart has forgotten promises; later this would be a way around a drain.
     promised = (m.promised[0], m.promised[1]) if m.promised is not None and s.state.in_grace(s.now) else None
     worker.room_bytes = m.room_bytes
-    current.joined[worker.shard] = Joined(request, m.offer, have, m.prefix, promised)
+    current.joined[worker.shard] = Joined(request, m.offer, have, m.prefix, promised, worker.session)
     text = disagreement(current, m, have)
     if text:
         return abort(s, group, current, StateError(f"shards of replica {group.replica!r} {text}"))
@@ -136,13 +142,15 @@ def settle_round(s: Step, model: ModelState, replica: ReplicaName) -> None:
 def try_install(s: Step, group: Group, current: Round) -> None:
     """Let the shards overwrite their memory as soon as all of them have said that they staged the version (law L13)."""
     key = next(joined.have for joined in current.joined.values())
-    members = s.members(group)
+    members, over = s.members(group), ended_before(s, group, current)
     assert key is not None
     if len(members) != group.num_shards:
         return
     if all(w.copy is not None and w.copy.key == key and w.copy.state is not CopyState.FILLING for w in members):
         return conclude(s, group, current, NothingNewer(current.number, *key))
-    if len(current.joined) == group.num_shards:
+    if any(end != key for end in over.values()):
+        return abort(s, group, current, ended_otherwise(group, current))
+    if len(current.joined) + len(over) == group.num_shards:
         current.key = key
         keep_promise(s, group, current)
 
@@ -152,6 +160,8 @@ def try_promise(s: Step, model: ModelState, group: Group, current: Round) -> Non
     members = s.members(group)
     if len(members) != group.num_shards or any(w.memory is None or w.suspected for w in members):
         return
+    if over := ended_before(s, group, current):
+        return promise_as_before(s, group, current, over)
     if current.want is None:
         key = latest(model)
         if key is None:
@@ -179,13 +189,33 @@ def try_promise(s: Step, model: ModelState, group: Group, current: Round) -> Non
         abort(s, group, current, VersionUnavailable(text + describe_holders(s, model, key)))
 
 
+def promise_as_before(s: Step, group: Group, current: Round, over: dict[int, VersionKey | None]) -> None:
+    """Promise the shards that are left what the others got before the server restarted, or break the round (law L6)."""
+    key = next(iter(over.values()))
+    others = {joined.promised for joined in current.joined.values()} - {None, key}
+    if key is None or set(over.values()) != {key} or others or current.want not in (None, key[1]):
+        return abort(s, group, current, ended_otherwise(group, current))
+    members = [w for w in s.members(group) if w.shard not in over]
+    if current.mode in ("update", "stage") and all(holds(w, current, key) for w in members):
+        return conclude(s, group, current, NothingNewer(current.number, *key))
+    current.key, current.join_by_s = key, s.now + s.state.config.join_timeout_s
+    keep_promise(s, group, current)
+
+
+def ended_otherwise(group: Group, current: Round) -> TensorHubError:
+    """Return the error of a shard that comes back to a round which the others have left."""
+    text = f"the other shards of replica {group.replica!r} ended round {current.number} before the server restarted"
+    return StateError(f"{text}, and not with what this one was promised: call again")
+
+
 def keep_promise(s: Step, group: Group, current: Round) -> None:
     """Answer the shards that joined late, or lack a source; one that lost its sources is leased others at once.
 
     Where all the others that are left are silent at the moment, the answer waits until one of them is heard or buried.
     """
     current.awaits_silent = False
-    for worker in s.members(group):
+    over = ended_before(s, group, current)
+    for worker in [w for w in s.members(group) if w.shard not in over]:
         joined = current.joined.get(worker.shard)
         waits = joined is None or joined.join_request is not None or joined.source_request is not None
         if worker.suspected or not waits:
@@ -275,12 +305,19 @@ def abort(s: Step, group: Group, current: Round, error: TensorHubError, told: in
         copy = worker.unfinished()
         if copy is not None and copy.key == current.key:
             drop_copy(s, copy, "its round was aborted")
-        owed = [n for n in (joined.join_request, joined.source_request, joined.done_request) if n is not None]
-        for request in owed:
-            s.reply(worker, request, verdict)
-        if not owed and worker.shard != told:
+        if not answer_owed(s, worker, current, verdict) and worker.shard != told:
             s.push(worker, RoundAborted(current.number, verdict.code, verdict.message))
     close_round(s, group, current, verdict)
+
+
+def answer_owed(s: Step, worker: Worker, current: Round, answer: Failure) -> bool:
+    """Answer all that a shard still waits for in a round; tell if there was anything."""
+    joined = current.joined[worker.shard]
+    owed = [n for n in (joined.join_request, joined.source_request, joined.done_request) if n is not None]
+    joined.join_request = joined.source_request = joined.done_request = None
+    for request in owed:
+        s.reply(worker, request, answer)
+    return bool(owed)
 
 
 def conclude(s: Step, group: Group, current: Round, verdict: NothingNewer) -> None:
@@ -295,7 +332,9 @@ def conclude(s: Step, group: Group, current: Round, verdict: NothingNewer) -> No
 def close_round(s: Step, group: Group, current: Round, verdict: Failure | NothingNewer) -> None:
     """Keep a verdict until every shard has heard it, bounded."""
     current.verdict = verdict
-    current.unheard = {shard for shard in range(group.num_shards) if shard not in current.joined}
+    over = ended_before(s, group, current)
+    current.unheard = {k for k in range(group.num_shards) if k not in current.joined and k not in over}
+    keep_end(s, group, current.number, verdict)
     if not current.unheard:
         del group.rounds[current.number]
     ended = sorted(n for n, r in group.rounds.items() if r.verdict is not None)
@@ -312,7 +351,8 @@ def check_rounds(s: Step, model: ModelState) -> None:
             s.touched_groups.add((group.model, group.replica))
         if current is None or (current.key is None and current.kind != "install"):
             continue
-        missing = [shard for shard in range(group.num_shards) if shard not in current.joined]
+        over = ended_before(s, group, current)
+        missing = [shard for shard in range(group.num_shards) if shard not in current.joined and shard not in over]
         if missing and current.join_by_s is not None and s.now >= current.join_by_s:
             abort(s, group, current, DeadlineExceeded(f"shards {missing} of {group.replica!r} never joined the round"))
             continue

@@ -51,24 +51,24 @@ def reopened(next_round: int = 0) -> Reopened:
 def test_a_lost_connection_while_joining_joins_again() -> None:
     driver = updating()
     driver.feed(Begin())
-    told, ask = driver.feed(reopened(9))
-    assert isinstance(told, Tell)
-    assert ask == Ask(2, JoinRound(9, None, "update", (1, 6), True))
+    assert driver.feed(reopened(9)) == [Ask(2, JoinRound(3, None, "update", (1, 6), True, again=True))], (
+        "the same round"
+    )
     assert driver.feed(Answered(1, NothingNewer(3, 1, 6))) == [], "the answer to an older request does not count"
 
 
 def test_a_running_read_goes_on_over_a_restart_under_the_same_memory() -> None:
     driver = Driver().to_reading()
     ask = only(driver.feed(reopened()), Ask)
-    assert ask.message == JoinRound(0, None, "replicate", None, True, promised=(1, 7)), (
+    assert ask.message == JoinRound(3, None, "replicate", None, True, promised=(1, 7), again=True), (
         "whoever has forgotten it hears it"
     )
     effects = driver.promise(source("n1"))
-    assert effects == [Tell(Filling(0)), Advance("l1", 4, True)]
+    assert effects == [Tell(Filling(3)), Advance("l1", 4, True)]
     assert driver.feed(Pushed(SourceProgress("n1", 4, True))) == [Advance("l1", 4, True)]
-    assert driver.feed(Pushed(LeaseLost(0, "n1", "gone"))) == [Abandon("l1", "gone")]
+    assert driver.feed(Pushed(LeaseLost(3, "n1", "gone"))) == [Abandon("l1", "gone")]
     failed = ReadEnded(outcome(ReadEnd.SOURCE_FAILED, "l1", "lost"))
-    assert only(driver.feed(failed), Ask).message == Relocate(0, (LeaseFailure("n1", "lost"),))
+    assert only(driver.feed(failed), Ask).message == Relocate(3, (LeaseFailure("n1", "lost"),))
 
 
 def test_a_read_from_several_sources_goes_on_when_the_restart_names_them_in_another_order() -> None:
@@ -79,11 +79,11 @@ def test_a_read_from_several_sources_goes_on_when_the_restart_names_them_in_anot
     driver.answer(Ok())
     driver.feed(reopened())
     effects = driver.promise(source("n2", "b"), source("n1", "a", False, 2))
-    assert effects == [Tell(Filling(0)), Advance("l2", 4, True), Advance("l1", 2, False)]
+    assert effects == [Tell(Filling(3)), Advance("l2", 4, True), Advance("l1", 2, False)]
     assert driver.feed(Pushed(SourceProgress("n1", 3, False))) == [Advance("l1", 3, False)]
-    assert driver.feed(Pushed(LeaseLost(0, "n2", "gone"))) == [Abandon("l2", "gone")]
+    assert driver.feed(Pushed(LeaseLost(3, "n2", "gone"))) == [Abandon("l2", "gone")]
     failed = ReadEnded(outcome(ReadEnd.SOURCE_FAILED, "l2", "lost"))
-    assert only(driver.feed(failed), Ask).message == Relocate(0, (LeaseFailure("n2", "lost"),))
+    assert only(driver.feed(failed), Ask).message == Relocate(3, (LeaseFailure("n2", "lost"),))
     assert driver.promise(source("n3", "a")) == [Plan(True)], "what is verified is kept"
 
 
@@ -103,7 +103,7 @@ def test_a_running_read_is_planned_again_when_the_restart_names_other_memory() -
     driver.feed(reopened())
     assert driver.promise(source("n1", "b")) == [Stop()]
     assert driver.feed(CANCELLED) == [Plan(True)]
-    assert only(driver.feed(Planned()), Ask).message == Filling(0)
+    assert only(driver.feed(Planned()), Ask).message == Filling(3)
 
 
 def test_a_read_that_ends_before_the_new_promise_is_not_repeated() -> None:
@@ -119,16 +119,16 @@ def test_a_read_that_ends_before_the_new_promise_is_not_repeated() -> None:
 def test_a_commit_lost_with_the_connection_is_found_again() -> None:
     driver = Driver().to_confirming()
     ask = only(driver.feed(reopened(4)), Ask)
-    assert ask.message == JoinRound(4, None, "update", None, True, promised=(1, 7))
-    assert driver.answer(NothingNewer(4, 1, 7)) == [End(key=(1, 7), published=True)]
+    assert ask.message == JoinRound(3, None, "update", None, True, promised=(1, 7), again=True)
+    assert driver.answer(NothingNewer(3, 1, 7)) == [End(key=(1, 7), published=True)]
 
 
 def test_a_done_lost_with_the_connection_is_asked_again_without_reading_again() -> None:
     driver = Driver().to_confirming()
     driver.feed(reopened())
     effects = driver.promise(source("n1"))
-    assert effects == [Tell(Filling(0)), Ask(driver.state.asked, Done(0, b"digest"))]
-    assert driver.answer(Committed(0, True)) == [End(key=(1, 7), published=True)]
+    assert effects == [Tell(Filling(3)), Ask(driver.state.asked, Done(3, b"digest"))]
+    assert driver.answer(Committed(3, True)) == [End(key=(1, 7), published=True)]
 
 
 def test_a_withdrawal_that_ends_after_a_lost_connection_is_not_repeated() -> None:
@@ -139,7 +139,7 @@ def test_a_withdrawal_that_ends_after_a_lost_connection_is_not_repeated() -> Non
     driver.feed(reopened())
     driver.promise(source("n1"))
     assert driver.feed(Planned()) == [], "it is still being withdrawn"
-    assert only(driver.feed(Withdrawn()), Ask).message == Filling(0)
+    assert only(driver.feed(Withdrawn()), Ask).message == Filling(3)
 
 
 def test_a_session_that_is_over_ends_the_round_at_once_or_after_the_read() -> None:
@@ -165,7 +165,7 @@ def test_another_version_may_be_promised_after_a_restart_and_is_read_instead() -
     driver.feed(reopened())
     assert driver.promise(source("n1", "b"), number=8) == [Stop()]
     assert driver.feed(CANCELLED) == [Plan(True)], "the driver sees that these are other bytes"
-    assert only(driver.feed(Planned()), Ask).message == Filling(0)
+    assert only(driver.feed(Planned()), Ask).message == Filling(3)
 
 
 def test_what_may_have_been_committed_is_withdrawn_before_another_version_overwrites_it() -> None:
@@ -173,7 +173,7 @@ def test_what_may_have_been_committed_is_withdrawn_before_another_version_overwr
     driver.feed(reopened(4))
     assert driver.promise(source("n1", "b"), number=8) == [Plan(True)]
     assert driver.feed(Planned()) == [Withdraw()]
-    assert only(driver.feed(Withdrawn()), Ask).message == Filling(4)
+    assert only(driver.feed(Withdrawn()), Ask).message == Filling(3)
 
 
 def test_an_explicit_version_is_never_replaced_by_another() -> None:
