@@ -11,7 +11,8 @@ from tensorhub_core.settings import Settings, load_settings
 server_option = click.option(
     "--server",
     metavar="ADDRESS",
-    help="Address of the reference server. Default: TENSORHUB_SERVER, else the embedded server of this user.",
+    help="Address of the reference server, several with commas between. Default: TENSORHUB_SERVER, else this user's"
+    " embedded server.",
 )
 
 

@@ -18,7 +18,8 @@ PauseMode = Literal["wait", "keep", "abort"]
 class WeightSourceConfig:
     """How an engine takes part in a model's stream of versions.
 
-    `server`: address of the reference server; None = `TENSORHUB_SERVER`, else this user's embedded server.
+    `server`: address of the reference server, several with commas between; None = `TENSORHUB_SERVER`, else this user's
+    embedded server.
     `model`: name of the stream of versions. `replica`: name of this engine among the replicas; None = a unique one.
     `zone`: datacentre of this engine. `spot`: it may vanish at any time. `version`: what to start with, a number or
     "latest". `follow`: swap to newer versions by itself. `bootstrap`: with no version to be had, load from disk and
