@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import statistics
@@ -256,7 +257,7 @@ def main() -> int:
     parser.add_argument("--cases", default=",".join(CASES), help=f"some of {', '.join(CASES)}")
     parser.add_argument("--ways", default="", help="only these, such as 'raw TCP,ours tcp'")
     arguments = parser.parse_args()
-    wanted = [way for way in arguments.ways.split(",") if way]
+    wanted = [way for way in re.split(r",(?! )", arguments.ways) if way]  # a way's own comma has a blank behind it
     rows = measure(arguments.total_bytes, arguments.rounds, arguments.cases.split(","), wanted)
     report(NAME, arguments, rows)
     return 0

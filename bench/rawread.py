@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -67,4 +66,4 @@ def read_all(transport: Transport, peer: PeerId, todo: Sequence[Batch], window: 
             flights.remove(read)
         left -= len(ended)
         if not ended:
-            time.sleep(_PAUSE_S)
+            transport.wait(flights[0], _PAUSE_S)

@@ -19,7 +19,7 @@ import pytest
 
 from tensorhub_core.clock import SystemClock
 from tensorhub_core.errors import TransportError
-from tensorhub_core.transport.base import ReadId, ReadState, Region
+from tensorhub_core.transport.base import Progress, ReadId, ReadState, Region
 from tensorhub_core.transport.extents import Extents, pack_regions
 from tensorhub_core.transport.tcp import TcpTransport
 from tensorhub_core.transport.tcp_serving import ServingLimits, TcpServer
@@ -87,6 +87,9 @@ def test_a_stopped_source_that_goes_on_finds_its_read_closed(source: ProcessPeer
         read = side.post(peer, source.address, PEER_BYTES)
         wait_until(lambda read=read: side.transport.poll(read) is not None and side.memory[5] != SENTINEL)
         source.stop()
+        for _ in range(50):  # more than what can be on its way
+            side.transport.wait(read, 0.001)
+        assert side.transport.poll(read) == Progress(ReadState.ACTIVE, idle=True)
         assert side.transport.close(read)
         side.memory[:] = SENTINEL
         source.go_on()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -155,3 +157,20 @@ def test_registering_or_forgetting_memory_waits_for_the_reads(sides: Callable[..
         side.transport.deregister()
     assert side.transport.close(read)
     side.transport.deregister()
+
+
+def test_waiting_alone_moves_every_byte_of_what_was_asked_for(sides: Callable[..., Side]) -> None:
+    size = 5 * MIB + 77
+    serving, side = sides(size, seed=17), sides(size)
+    peer = side.transport.attach(serving.transport.describe())
+    cuts = [0, 1, 300, 4096, MIB + 5, 3 * MIB, size]
+    reads = [
+        side.transport.post(peer, batch((side.at + begin, serving.at + begin, end - begin)))
+        for begin, end in itertools.pairwise(cuts)
+    ]
+    end = time.monotonic() + 20
+    while not np.array_equal(side.memory, serving.memory):
+        assert time.monotonic() < end, "waiting does not move the rest"
+        side.transport.wait(reads[-1], 0.001)
+    assert {side.transport.poll(read).state for read in reads} == {ReadState.DONE}
+    side.transport.wait(reads[0], 0.0)  # one that has ended

@@ -1,8 +1,8 @@
 """Move bytes over TCP with our own sockets: for systems without NIXL, and for links without RDMA.
 
 The *serving* side has threads of its own, which send straight from the registered memory. The *reading* side has none:
-it writes only inside `poll` and `wait`, on the thread that calls them. So a read that is closed early is quiet at once; what that
-costs is its connection, which is made anew by the next `post`.
+it writes only inside `poll` and `wait`, on the thread that calls them. So a read that is closed early is quiet at once;
+what that costs is its connection, which is made anew by the next `post`.
 """
 
 from __future__ import annotations

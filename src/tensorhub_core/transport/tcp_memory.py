@@ -1,4 +1,4 @@
-"""Name memory by its address, as `struct iovec`s that sockets send from and receive into; pure but for its addresses."""
+"""Name memory by its address, as `struct iovec`s that sockets send from and receive into."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Read over TCP: one connection per peer that never blocks, and that only the caller's own calls drive.
+"""Read over TCP: one connection per peer, that only the caller's own calls drive.
 
-Nothing but `TcpConnection.drive` and `wait` writes into the destination. So once a connection is dropped, no byte of its reads can
-land any more, whatever the peer still sends.
+Nothing but `TcpConnection.drive` and `wait` writes into the destination. So once a connection is dropped, no byte of
+its reads can land any more, whatever the peer still sends.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class TcpConnection:
         self._drive(most_bytes, wait=False)
 
     def wait(self) -> bool:
-        """Receive like `drive`, but wait for the first bytes for some milliseconds; False if there is no sense in it."""
+        """Receive like `drive`, but wait some milliseconds for the first bytes; False if there is no sense in it."""
         if not self.opened or self._unsent or not self._reads:
             return False
         wake_bytes = min(WAKE_BYTES, self._owed_bytes)
@@ -245,7 +245,7 @@ class TcpConnection:
         left = most_bytes
         while left > 0 and self._stage is not _Stage.CLOSED:
             if self._header is None or self._header.kind is not Kind.BYTES:
-                left -= self._receive_small(0 if wait else socket.MSG_DONTWAIT)
+                self._receive_small(0 if wait else socket.MSG_DONTWAIT)
             else:
                 left -= self._receive_data(left, wait)
             wait = False
@@ -261,14 +261,13 @@ class TcpConnection:
             self._end_read(_DONE)
         return count
 
-    def _receive_small(self, flags: int) -> int:
+    def _receive_small(self, flags: int) -> None:
         count = self._socket.recv_into(self._small[self._got :], 0, flags)
         if not count:
             raise WireError(_ENDED if self.opened else _STRANGER)
         self._got += count
         if self._got == len(self._small):
             self._take_small()
-        return count
 
     def _take_small(self) -> None:
         """Act on a whole header, or on a whole small payload."""
