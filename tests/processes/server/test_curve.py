@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -31,6 +32,7 @@ from tensorhub_core.state.messages import GetStatus, StatusReply
 from tensorhub_core.wire.curve import client_keys, server_keys
 from tests.processes.client.samples import blank, make, same
 from tests.processes.server.raw import RawClient, eventually, server_process, tcp
+from tests.processes.server.standby import candidates
 
 pytestmark = pytest.mark.timeout(90)
 FAST = {"lease_s": 1.0, "heartbeat_s": 0.1}
@@ -329,3 +331,23 @@ def test_impossible_keys_are_refused_by_name(folder: Path, tmp_path: Path) -> No
 def test_status_over_curve_is_the_same_server(server: Server, folder: Path) -> None:
     reply = ask(server.address, GetStatus(), keys=client_keys(ClientConfig(**client_side(folder))))
     assert isinstance(reply, StatusReply)
+
+
+def test_a_standby_with_the_same_keys_takes_over_and_is_found(folder: Path, tmp_path: Path) -> None:
+    options = [part for name, value in server_side(folder).items() for part in (f"--{name.replace('_', '-')}", value)]
+    with candidates(tmp_path) as made:
+        active = made.start(*options)
+        active.wait_until_it_serves()
+        waiting = made.start(*options)
+        waiting.wait_until_it_waits()
+        addresses = [active.address, waiting.address]
+        with connect(addresses, model="m", settings=client_side(folder)) as worker:
+            active.signal(signal.SIGKILL)
+            eventually(lambda: worker.counters.reconnects > 0, "it said hello to the standby", 30)
+            assert worker.versions() == []
+        keygen(folder, "stranger")
+        (folder / "clients" / "stranger.key").unlink()
+        with pytest.raises(ServerUnreachable) as refused:
+            connect(addresses, model="m", settings={**client_side(folder, "stranger"), "connect_timeout_s": 2.5})
+        assert f"{active.address}: the connection was refused" in str(refused.value)
+        assert f"{waiting.address}: it refused this client's key" in str(refused.value)
