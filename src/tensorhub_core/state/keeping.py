@@ -6,6 +6,8 @@ protects from nothing: it is about to be installed or discarded.
 
 from __future__ import annotations
 
+from itertools import chain
+
 from tensorhub_core.errors import ConfigError
 from tensorhub_core.ids import ModelName, ReplicaName, VersionKey
 from tensorhub_core.state.context import Step
@@ -41,7 +43,7 @@ def is_protected(s: Step, model: ModelState, group: Group, record: VersionRecord
     keeping = record.keeping
     return any(
         is_reliable(s, model.groups[other]) or (group.spot and is_lively(s, model.groups[other]))
-        for other in (keeping.whole | keeping.custody if by_custody else keeping.whole)
+        for other in chain(keeping.whole, keeping.custody if by_custody else ())
         if other != group.replica and other in keeping.held
     )
 

@@ -106,8 +106,10 @@ def replaces(model: ModelState, newer: VersionRecord, old: VersionRecord) -> boo
     """
     if newer.keeping.secured_by is not None:
         return True
-    held = [r for r in old.keeping.held if not model.groups[r].spot] or list(old.keeping.held)
-    return bool(newer.keeping.whole) and all(r in newer.keeping.whole for r in held)
+    whole, held = newer.keeping.whole, old.keeping.held
+    if not whole or any(r not in whole and not model.groups[r].spot for r in held):
+        return False
+    return all(r in whole for r in held) or any(not model.groups[r].spot for r in held)
 
 
 # --- custody --------------------------------------------------------------------------------------------------------
@@ -221,7 +223,9 @@ def refuse(s: Step, model: ModelState, group: Group, worker: Worker, record: Ver
 
 def let_go(s: Step, model: ModelState, group: Group, record: VersionRecord) -> None:
     """Let a replica withdraw a version; offload copies that are being made are not needed any more."""
-    record.keeping.custody.discard(group.replica)
+    if group.replica in record.keeping.custody:
+        record.keeping.custody.discard(group.replica)
+        s.touched.add(model.name)  # who waits for it to be offered again
     if is_withdrawing(s, group, record.key):
         record.keeping.let_go.add(group.replica)
     for worker in s.members(group):
@@ -229,7 +233,6 @@ def let_go(s: Step, model: ModelState, group: Group, record: VersionRecord) -> N
             if worker.offload_asked == worker.copy.id:
                 s.push(worker, DropOffload(worker.copy.id))
             forget_task(s, model, worker)
-    s.touched.add(model.name)
 
 
 def give_up(s: Step, model: ModelState, group: Group, record: VersionRecord, reason: str) -> None:
