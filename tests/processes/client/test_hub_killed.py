@@ -135,11 +135,15 @@ def test_latest_never_goes_back_and_publishing_waits_for_the_hub(killed: KilledH
 
 def test_a_publisher_that_is_done_when_the_hub_dies_gets_its_memory_back(killed: KilledHub) -> None:
     """A reader that died together with the hub holds nobody for longer than the time in which the hub listens."""
-    trainer = killed.worker("trainer", make("plain", 1, mib=MIB))
+    trainer = killed.worker("trainer", tensors := make("plain", 1, mib=MIB))
     trainer.publish(1)
     killed.kill()
     withdrawing = in_background(lambda: trainer.unpublish(timeout_s=30))
     killed.start()
     withdrawing.result(30)
     assert trainer.version is None
-    assert trainer.versions() == []
+    for tensor in tensors.values():
+        tensor.zero_()
+    fresh = killed.worker("fresh", copied := blank(tensors))
+    assert fresh.replicate(1) == 1, "a copy was made, of the last version there is"
+    assert same(copied, make("plain", 1, mib=MIB))
