@@ -10,7 +10,7 @@ import pytest
 
 from tensorhub_core import VersionUnavailable
 from tests.processes.client.actor import Actor
-from tests.processes.client.conftest import Hub
+from tests.processes.client.conftest import Hub, nothing_retained
 from tests.processes.client.samples import make, same
 from tests.processes.client.test_faults import MIB, SMALL, Brake, in_background
 
@@ -21,6 +21,7 @@ def heard_by(sources: set[str]) -> Callable[[int, int, str], None]:
     return lambda done, total, source: sources.add(source)
 
 
+@nothing_retained
 @pytest.mark.parametrize("offered", [True, False])
 def test_a_filling_copy_is_read_from_only_if_it_is_offered(here: Hub, other: Actor, offered: bool) -> None:
     source = here.publisher(other, "plain", mib=MIB, settings=SMALL)
