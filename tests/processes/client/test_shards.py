@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tensorhub_core import Box, LayoutMismatch, StateError, VersionUnavailable, Worker
 from tests.processes.client.actor import Actor
-from tests.processes.client.conftest import Hub
+from tests.processes.client.conftest import Hub, nothing_retained
 
 pytestmark = pytest.mark.timeout(120)
 ROWS, COLUMNS = 512, 768
@@ -93,6 +93,7 @@ def test_a_reader_of_another_layout_serves_its_own_layout_and_others(here: Hub) 
         assert np.array_equal(third[0][1][name], array)
 
 
+@nothing_retained
 def test_a_version_is_visible_only_when_all_its_shards_are_published(here: Hub) -> None:
     trainers = shards(here, "trainer", whole(1), 2)
     trainers[0][0].publish(1)
