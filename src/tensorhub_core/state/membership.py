@@ -14,7 +14,7 @@ from tensorhub_core.state.records import CopyState, Group, ModelState, Registrat
 from tensorhub_core.state.resourcing import forgive
 from tensorhub_core.state.resuming import ended_before
 from tensorhub_core.state.rounds import abort
-from tensorhub_core.state.versions import current_epoch, put_copy, show
+from tensorhub_core.state.versions import current_epoch, note_whole_before, put_copy, show
 
 _RETIRED_TOKENS = 64
 
@@ -225,6 +225,7 @@ def take_back(s: Step, worker: Worker, m: Hello) -> None:
         return
     worker.memory = memory
     put_copy(s, worker, key, memory, Digest(held.sums))
+    note_whole_before(s, s.group(worker), key)
 
 
 def register(s: Step, worker: Worker, request: int, m: Register) -> None:

@@ -200,11 +200,30 @@ def note_whole(s: Step, group: Group, key: VersionKey) -> None:
     s.changed.add((model.name, group.replica, key))
     record.total_bytes = sum(copy.memory.total_bytes for copy in kept_copies(s, group, key))
     if not record.was_whole:
-        record.was_whole = True
         s.log("info", f"model {model.name!r}: version {show(key)} is whole at {group.replica!r}")
-    if model.high is None or key > model.high:
-        model.high = key
+    note_was_whole(s, model, record)
+
+
+def note_was_whole(s: Step, model: ModelState, record: VersionRecord) -> None:
+    """Remember that a version was visible."""
+    record.was_whole = True
+    if model.high is None or record.key > model.high:
+        model.high = record.key
     forget_old_versions(s, model)
+
+
+def note_whole_before(s: Step, group: Group, key: VersionKey) -> None:
+    """Record that a version was whole at a replica before the server restarted, though it is being taken back by now.
+
+    All its shards come back with it, and some ask for their memory before the others are there. They held it together
+    then: else those would have got their memory back at once.
+    """
+    states = (CopyState.PUBLISHED, CopyState.DRAINING)
+    copies = [w.copy for w in s.members(group) if w.copy is not None and w.copy.key == key and w.copy.state in states]
+    if s.state.in_grace(s.now) and len(copies) == group.num_shards:
+        model = s.state.models[group.model]
+        note_was_whole(s, model, model.versions[key])
+        s.changed.add((model.name, group.replica, key))
 
 
 def note_offered(s: Step, model: ModelState, key: VersionKey) -> None:
