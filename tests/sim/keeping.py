@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 from tensorhub_core.ids import VersionKey
 from tensorhub_core.state.messages import (
@@ -21,7 +20,7 @@ from tensorhub_core.state.messages import (
     Request,
     Unpublish,
 )
-from tensorhub_core.state.records import ModelState, ServerState, VersionRecord
+from tensorhub_core.state.records import Group, ModelState, ServerState, VersionRecord
 from tests.sim.hub import digest
 from tests.sim.lives import SEGMENTS, Life
 
@@ -31,7 +30,16 @@ class Keeper:
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
+        self.groups: list[Group] = []
         self.made = self.kept = self.freed = self.refused = self.handed_over = 0
+
+    def era(self, state: ServerState, life: Life) -> str:
+        """Return a name for the replica that it does not share with one that everybody has left before it came."""
+        group = next((g for m in state.models.values() for name, g in m.groups.items() if name == life.replica), None)
+        if group is not None and all(group is not other for other in self.groups):
+            self.groups.append(group)
+        number = next((k for k, other in enumerate(self.groups) if other is group), -1)
+        return f"{life.replica} ({number})"
 
     def act(self, life: Life) -> bool:
         """Go on with an offload copy; tell whether that was what the worker did now."""
@@ -80,14 +88,6 @@ class Keeper:
             life.phase = "leaving"
             life.outbox.clear()
             life.ask(HandOver() if self.chance.random() < 0.8 else Leave())
-
-
-def forget_rounds(state: ServerState, *notes: dict[tuple[str, int], Any]) -> None:
-    """Forget what was noted of the rounds of replicas that everybody has left: they start again at round 0."""
-    here = {replica for model in state.models.values() for replica in model.groups}
-    for rounds in notes:
-        for key in [key for key in rounds if key[0] not in here]:
-            del rounds[key]
 
 
 class SecondOpinion:

@@ -21,6 +21,8 @@ class Life:
     shard: int
     num_shards: int
     is_trainer: bool
+    era: str = ""
+    """Its replica, as long as that is there: one that comes back later begins at round 0."""
     cells: list[Cell] = field(default_factory=lambda: [None] * SEGMENTS)
     placement: bytes = b""
     staging: bytes = b""

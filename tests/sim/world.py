@@ -50,7 +50,7 @@ from tensorhub_core.state.messages import (
     Welcome,
 )
 from tests.sim.hub import digest
-from tests.sim.keeping import Keeper, SecondOpinion, forget_rounds
+from tests.sim.keeping import Keeper, SecondOpinion
 from tests.sim.lives import SEGMENTS, Life, cells_of, sums
 
 
@@ -139,11 +139,10 @@ class World:
             if life.outbox and (not life.inbox or self.chance.random() < 0.5):
                 request, message = life.outbox.popleft()
                 if isinstance(message, JoinRound) and message.mode == "install":
-                    self.installing.setdefault((life.replica, message.round), set()).add(life.shard)
+                    self.installing.setdefault((life.era, message.round), set()).add(life.shard)
                 self.feed(Received(life.session, request, message))
                 if isinstance(message, Leave):
                     self.replace(life)
-                    forget_rounds(self.state, self.outcomes, self.installing)
             elif life.inbox:
                 self.hear(life, *life.inbox.popleft())
             elif life.alive:
@@ -258,6 +257,7 @@ class World:
         if self.keeper.hear(life, asked, message) or (life.phase == "leaving" and not isinstance(message, Superseded)):
             return
         if isinstance(message, Welcome):
+            life.era = self.keeper.era(self.state, life)
             life.round, life.phase = message.next_round, "idle"
         elif isinstance(message, (Superseded, UnknownSession)):
             if life in self.lives and life.alive:
@@ -305,6 +305,8 @@ class World:
             and isinstance(asked, JoinRound | Done | Relocate | Filling)
             and asked.round == life.round
         ):
+            if isinstance(asked, Filling):  # the round may go on for the others, and waits for this one
+                life.ask(LeaveRound(life.round, "state_error", "the old copy still drains"))
             self.end_round(life)
 
     def committed(self, life: Life) -> None:
@@ -332,7 +334,7 @@ class World:
         assert life.promised == (promise.epoch, promise.number), "a round's promise has changed"
         if life.mode == "install":
             assert promise.number == life.staged, "installs something else"
-            assert self.installing[life.replica, life.round] == set(range(life.num_shards)), "not all have staged"
+            assert self.installing[life.era, life.round] == set(range(life.num_shards)), "not all have staged"
             life.read_from(())
         else:
             life.read_from(promise.sources)
@@ -381,7 +383,7 @@ class World:
 
     def note_outcome(self, life: Life, outcome: str) -> None:
         """Check that a round ends in the same way for every shard that hears of it."""
-        heard = self.outcomes.setdefault((life.replica, life.round), set())
+        heard = self.outcomes.setdefault((life.era, life.round), set())
         heard.add(outcome)
         assert len(heard) == 1, f"round {life.round} of {life.replica} was committed for some and aborted for others"
 

@@ -147,7 +147,7 @@ def attend(s: Step, model: ModelState, key: VersionKey, record: VersionRecord) -
             give_up(s, model, group, record, text)
         elif not is_being_read(s, group, key):
             for worker in s.members(group):
-                if withdraws(worker, key):
+                if withdraws(worker, key) and replica in record.keeping.custody:
                     ask(s, model, group, worker, record)
 
 

@@ -216,3 +216,17 @@ def test_without_its_placement_an_offload_copy_is_not_taken() -> None:
     t.refused(Offloaded(push.copy, b"unknown"), "state_error")
     t.refused(Offloaded("c9.9", b"unknown"), "state_error")
     lawful(hub)
+
+
+def test_when_a_spot_replica_gives_up_nothing_is_asked_of_its_other_shards() -> None:
+    hub = Hub(retain=1)
+    t, s = replica(hub, "trainer", 2), replica(hub, "spot", 2, spot=True)
+    publish(t, 1)
+    replicate(s)
+    hub.later(20, silent=tuple(t))
+    asked = unpublish(s)
+    (push,) = s[0].pushed(Offload)
+    s[0].call(OffloadFailed(push.copy, "config_error", "no room"), Ok)
+    assert answered(s, asked) == [True, True]
+    assert len(s[1].pushed(Offload)) == len(dropped(s[1])) == 1, "what was asked is taken back, and not asked again"
+    lawful(hub)
