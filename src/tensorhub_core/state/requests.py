@@ -148,7 +148,8 @@ class OffloadFailed(Message, frozen=True):
 class HandOver(Message, frozen=True):
     """Say that the worker is about to leave; answered when no retained version depends on its replica (law L11).
 
-    From now on it counts as no holder that versions can rely on.
+    `Failure` (version_unavailable) at once, naming the version, if no reliable replica is there to take it over. From
+    now on the worker counts as no holder that versions can rely on, and is asked for no offload copy.
     """
 
 
