@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import queue
 import subprocess
@@ -21,6 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tensorhub_core.cli.signals import Stop
+from tensorhub_core.observe.log import get_logger
 from tensorhub_core.server.serving import serve
 
 READERS = ("reader-1", "reader-2", "reader-3")
@@ -181,6 +183,7 @@ def demo(seconds: float, megabytes: int) -> None:
         for name in (TRAINER, *READERS[:-1]):
             programs.start(name)
         _tell(story, programs, seconds)
+        get_logger("server").setLevel(logging.ERROR)  # that its versions end with the demo is no news
     console.print(story.table())
     if not story.held():
         raise click.exceptions.Exit(1)

@@ -106,7 +106,8 @@ def main(arguments: list[str]) -> int:
 
     base = base_tensors(int(count), int(size_bytes))
     try:
-        with connect(address, model=MODEL, replica=name) as worker:
+        # At the end of the demo nobody is to take anything over.
+        with connect(address, model=MODEL, replica=name, settings={"handover_s": 0}) as worker:
             if role == "trainer":
                 train(worker, base, say, stop, float(period_s))
             else:

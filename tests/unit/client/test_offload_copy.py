@@ -107,8 +107,9 @@ def test_it_stops_when_it_is_told_to() -> None:
         was, _ = asked.is_set(), asked.set()
         return was
 
-    copy, whole = copied(original, stop=stop, threads=1)
-    assert not whole
+    copy = OffloadMemory(original, MemoryTransport(MemoryNetwork()))
+    copy._arena.buffers[0][:] = 0
+    assert not copy.fill(original, stop, threads=1)
     filled = int(copy._arena.buffers[0][:: 1 << 20].astype(bool).sum())
     assert filled < 20, "only the first batch"
 
