@@ -23,7 +23,7 @@ from tensorhub_core.state.keeping import (
     withdraws,
 )
 from tensorhub_core.state.leases import add_offload, drop_copy, new_copy_id
-from tensorhub_core.state.leaving import answer_handovers, lose, reconsider
+from tensorhub_core.state.leaving import after_failure, answer_handovers, lose, reconsider
 from tensorhub_core.state.messages import (
     DropOffload,
     Failure,
@@ -46,6 +46,8 @@ from tensorhub_core.state.records import (
 )
 from tensorhub_core.state.sourcing import leads_to
 from tensorhub_core.state.versions import bind_manifest, note_whole, show
+
+_GONE = "its holder does not have it any more"
 
 
 def settle(s: Step) -> None:
@@ -303,9 +305,12 @@ def take_back(s: Step, worker: Worker, m: Hello) -> None:
     """Take back the offload copies that a worker says it has, and forget those that it does not have any more."""
     said = {(held.epoch, held.number): held for held in m.offloads}
     for copy in list(worker.offloads):
-        held = said.pop(copy.key, None)
-        if held is None or held.placement != copy.memory.placement:
-            drop_copy(s, copy, "its holder does not have it any more")
+        here = said.get(copy.key)
+        if here is not None and here.placement == copy.memory.placement:
+            del said[copy.key]
+        else:
+            drop_copy(s, copy, _GONE)
+            after_failure(s, worker.model, worker.replica, {copy.key}, _GONE)
     for key, held in said.items():
         layout, sums = Digest(held.layout), Digest(held.sums)
         record = s.model(worker).versions.get(key)

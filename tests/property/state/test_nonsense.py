@@ -16,12 +16,13 @@ from tensorhub_core.state.messages import (
     PROTOCOL,
     Done,
     Filling,
-    Held,
+    HandOver,
     Hello,
     JoinRound,
-    LeaseFailure,
     Leave,
     LeaveRound,
+    Offloaded,
+    OffloadFailed,
     Publish,
     PutBlob,
     Register,
@@ -33,7 +34,7 @@ from tests.sim.hub import digest
 KINDS: tuple[type, ...] = typing.get_args(Request)
 WEIGHTS = {
     **{Done: 12, Filling: 8, JoinRound: 8, PutBlob: 8, Register: 8, RegisterStaging: 16},
-    **{Hello: 1, Leave: 1, LeaveRound: 1},
+    **{Hello: 1, Leave: 1, LeaveRound: 1, HandOver: 1},
 }
 DATA = [b"layout", b"placement", b"sums", b"other"]
 
@@ -57,7 +58,7 @@ def any_value(chance: random.Random, kind: object, state: ServerState) -> object
         return tuple(any_value(chance, args[0], state) for _ in range(chance.randrange(3)))
     if origin is tuple:
         return tuple(any_value(chance, a, state) for a in args)
-    if kind in (LeaseFailure, Held) or kind in KINDS:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return any_message(chance, typing.cast(type, kind), state)
     if kind is type(None):
         return None
@@ -92,6 +93,10 @@ def any_message(chance: random.Random, kind: type, state: ServerState, name: str
         if fields.get("mode") == "install":
             staged = [w.staged.key for w in state.workers.values() if w.replica == name and w.staged is not None]
             fields["have"] = staged[0] if staged else (1, 1)
+    asked = [w.offload_asked for w in state.workers.values() if w.replica == name and w.offload_asked is not None]
+    if kind in (Offloaded, OffloadFailed) and asked:
+        fields["copy"] = asked[0]
+        fields |= {"placement": digest(b"placement")} if kind is Offloaded else {}
     if kind is RegisterStaging and chance.random() < 0.9:
         fields["placement"] = digest(b"placement")
     if kind is PutBlob and chance.random() < 0.9:
@@ -110,7 +115,7 @@ def test_nonsense_neither_raises_nor_breaks_a_law() -> None:
     staged = 0
     for seed in range(60):
         chance, now = random.Random(seed), 0.0
-        state = ServerState.new(MachineConfig(server_epoch=1), now)
+        state = ServerState.new(MachineConfig(server_epoch=1, retain=seed % 3), now)
         sessions = [SessionId(b"s%d" % k) for k in range(4)]
         for number in range(1, 400):
             session = chance.choice(sessions)
@@ -134,6 +139,6 @@ def test_nonsense_neither_raises_nor_breaks_a_law() -> None:
             staged += sum(w.staged is not None and w.staged.prefix > 0 for w in state.workers.values())
             broken = check(state)
             assert not broken, (seed, number, broken)
-    for kind in ("Published", "Promise", "Committed", "LeaseLost", "Superseded"):
+    for kind in ("Published", "Promise", "Committed", "LeaseLost", "Superseded", "OffloadKept", "DropOffload"):
         assert heard[kind], f"the walk never got as far as {kind}: {heard}"
     assert staged, "nothing was ever staged"

@@ -283,9 +283,13 @@ def test_what_a_worker_does_not_have_any_more_is_forgotten_and_the_rest_taken_on
     hello = Hello(1, t.session.decode(), "policy", "trainer", offloads=(held(2, placements[1]),))
     t.call(hello, Welcome)
     assert set(rows(t)) == {2}
+    assert "version 1 " in losses(hub)[0], "the worker has lost it, no call"
     t.call(replace_offloads(hello, (held(2, placements[1]), held(1, placements[0]))), Welcome)
     assert set(rows(t)) == {1, 2}
     assert status(t).offload.bytes == 2 * SIZE
+    elsewhere = held(2, digest(b"elsewhere"))
+    t.call(replace_offloads(hello, (elsewhere, held(1, placements[0]))), Welcome)
+    assert rows(t)[2] == (True, True, ["trainer"]), "a copy that lies elsewhere now is another copy"
     lawful(hub)
 
 
