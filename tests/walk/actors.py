@@ -66,6 +66,10 @@ class Actor:
     """It has committed, but has not heard of it."""
     aborted: bool = False
     """Its round was aborted, but it has not heard of it."""
+    greet: bool = False
+    """It was told to say hello again."""
+    ended: tuple[int, int] | None = None
+    """Its last round and the version that it ended with, 0 for none."""
     in_grace: bool = False
     """It joined while the server listened."""
     next_request: int = 1

@@ -12,12 +12,15 @@ from itertools import permutations, product
 import msgspec
 import xxhash
 
+from tensorhub_core.ids import ReplicaName, SessionId
 from tensorhub_core.state.records import Copy, Group, Round, VersionRecord, Worker
 from tests.walk.actors import Actor
 from tests.walk.world import NOW, World
 
 _encode = msgspec.msgpack.Encoder().encode
 Row = tuple[object, ...]
+LONG_AGO = -3
+"""Rounds before that are no different to anybody."""
 
 
 def name_of(world: World) -> bytes:
@@ -60,7 +63,7 @@ def _local(world: World, a: Actor, worker: Worker | None) -> Row:
             worker.leaving,
         )
         server += (worker.offload_asked is None, worker.offload_failed is None, worker.handover_request is None)
-    flags = (a.draining, a.unstaging, a.touched, a.running, a.asked_done, a.committed, a.aborted, a.in_grace)
+    flags = (a.draining, a.unstaging, a.touched, a.running, a.asked_done, a.committed, a.aborted, a.in_grace, a.greet)
     numbers = (a.held, a.staged, a.last, a.high, a.promised, a.verified, -1 if a.want is None else a.want)
     return (
         a.alive,
@@ -134,13 +137,19 @@ def _links(world: World, a: Actor, worker: Worker | None, where: dict[int, int],
         for lease, (life, which, prefix, epoch) in a.sources.items()
     )
     opened = (sorted(a.open.values()), sorted(a.resend))
+    group = world.model.groups.get(ReplicaName(a.replica))
+    base = max(other.round for other in world.group(a)) if group is None else group.next_round
+    again = _may_come_back(world)
+    ended = None if a.ended is None or not again else (max(a.ended[0] - base, LONG_AGO), a.ended[1])
+    rounds = (a.round - base, ended)
     if worker is None:
-        return (reads, opened, a.round)
-    group = server.models[worker.model].groups[worker.replica]
+        return (reads, opened, rounds)
+    end = worker.ended
+    told = None if end is None or not again else (max(end.round - base, LONG_AGO), end.key)
     requests = (worker.unpublish_request in a.open, worker.unstage_request in a.open)
     copies = [_copy(copy, names) for copy in worker.copies()]
     leases = sorted((names[server.leases[i].copy], i in a.sources) for i in worker.leases)
-    return (reads, opened, a.round - group.next_round, requests, copies, leases)
+    return (reads, opened, rounds, told, requests, copies, leases)
 
 
 def _copy(copy: Copy, names: dict[str, Row]) -> Row:
@@ -157,17 +166,40 @@ def _group(world: World, group: Group | None, names: dict[str, Row], columns: li
     )
     members = sorted(columns[shard] for shard in group.members)
     open_rounds = [r for _, r in sorted(group.rounds.items()) if r.verdict is None or r.number >= least]
-    rounds = [_round(group, r, names, columns) for r in open_rounds]
-    return (members, rounds)
+    rounds = [_round(world, group, r, names, columns) for r in open_rounds]
+    if not _may_come_back(world):
+        return (members, rounds)
+    in_rounds = [a.round for a in world.actors if a.replica == group.replica and a.alive and a.in_round]
+    ends = [
+        (number - group.next_round, type(end).__name__, getattr(end, "code", ""), getattr(end, "number", 0))
+        for number, end in sorted(group.ended.items())
+        if number in in_rounds
+    ]
+    first = None if group.first_round is None else max(group.first_round - group.next_round, LONG_AGO)
+    return (members, rounds, ends, first)
 
 
-def _round(group: Group, r: Round, names: dict[str, Row], columns: list[int]) -> Row:
+def _may_come_back(world: World) -> bool:
+    """Tell whether somebody may yet say hello again, or has come back to a round: then how rounds ended matters."""
+    scene = world.scene
+    if scene.losses + scene.restarts + scene.burials:
+        return True
+    if any(a.alive and (a.greet or a.phase == "rejoining" or world.worker(a) is None) for a in world.actors):
+        return True
+    return any(r.resumed for group in world.model.groups.values() for r in group.rounds.values())
+
+
+def _is_current(world: World, session: SessionId) -> bool:
+    return session in world.server.sessions
+
+
+def _round(world: World, group: Group, r: Round, names: dict[str, Row], columns: list[int]) -> Row:
     verdict = None if r.verdict is None else (type(r.verdict).__name__, getattr(r.verdict, "code", ""))
     joined = sorted(
         (
             columns[shard],
             *(j.join_request is None, j.done_request is None, j.orphaned_since_s is None, j.prefix),
-            *(j.have, j.promised, j.source_request is None, j.rereads),
+            *(j.have, j.promised, _is_current(world, j.session), j.source_request is None, j.rereads),
         )
         for shard, j in r.joined.items()
     )
@@ -179,5 +211,5 @@ def _round(group: Group, r: Round, names: dict[str, Row], columns: list[int]) ->
     )
     stalls = sorted((columns[shard], names.get(copy, ()), len(times)) for (shard, copy), times in r.stalls.items())
     unheard = sorted(columns[shard] for shard in r.unheard)
-    ties = (joined, leases, avoid, stalls, unheard, r.awaits_silent, r.join_by_s is None)
+    ties = (joined, leases, avoid, stalls, unheard, r.awaits_silent, r.resumed, r.join_by_s is None)
     return (r.number - group.next_round, r.want, r.mode, r.key, verdict, *ties)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def hear(world: World, actor: Actor, kind: str, message: Reply) -> None:
     """Take an answer."""
     if isinstance(message, Welcome):
-        actor.round = message.next_round
+        actor.round = actor.round if actor.in_round else message.next_round
     elif isinstance(message, Superseded):
         actor.alive, actor.phase = False, "over"
     elif kind == "publish":
@@ -66,7 +66,7 @@ def hear(world: World, actor: Actor, kind: str, message: Reply) -> None:
         checks.unavailable(world, actor, message)
         if kind == "done":
             actor.asked_done = False
-        end_round(world, actor)
+        leave(world, actor)
 
 
 def published(actor: Actor, message: Reply) -> None:
@@ -148,7 +148,7 @@ def nothing_newer(world: World, actor: Actor, message: NothingNewer) -> None:
         actor.staged = code
     elif actor.touched:
         actor.held = code
-    close(actor)
+    close(actor, code)
 
 
 def commit(world: World, actor: Actor) -> None:
@@ -161,7 +161,7 @@ def commit(world: World, actor: Actor) -> None:
     else:
         actor.held = code
     mode = actor.mode
-    close(actor)
+    close(actor, code)
     if mode == "install":
         unstage(world, actor)
 
@@ -180,8 +180,9 @@ def end_round(world: World, actor: Actor) -> None:
             checks.before_overwriting(world, actor, REGISTERED)
 
 
-def close(actor: Actor) -> None:
-    """Forget the round."""
+def close(actor: Actor, code: int = 0) -> None:
+    """Forget the round, but how it ended."""
+    actor.ended = (actor.round, code)
     actor.phase, actor.round, actor.promised, actor.verified = "idle", actor.round + 1, 0, 0
     actor.sources, actor.lost, actor.want = {}, set(), None
     actor.open = {number: kind for number, kind in actor.open.items() if kind not in ("join", "done")}
@@ -236,11 +237,10 @@ def fill(world: World, actor: Actor) -> None:
     world.ask(actor, "fill", Filling(actor.round))
 
 
-def reopened(world: World, actor: Actor, before: int) -> None:
-    """Begin the round anew after another hello; a read that runs goes on."""
+def reopened(actor: Actor) -> None:
+    """Come back to the round after another hello; a read that runs goes on."""
     if not actor.in_round:
         return
     actor.lost.clear()
     actor.aborted = actor.committed = False
     actor.phase = "rejoining"
-    world.ask(actor, "told", LeaveRound(before, "state_error", "its connection was lost"))

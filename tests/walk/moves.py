@@ -32,7 +32,7 @@ def of_process(world: World, actor: Actor) -> Iterator[Action]:
     if not actor.alive:
         return
     worker = world.worker(actor)
-    if worker is None:
+    if worker is None or actor.greet:
         yield ("hello", actor.place, "")
         if not actor.is_source:
             yield from reads(world, actor)
@@ -166,7 +166,7 @@ def do_join(world: World, actor: Actor, how: str) -> None:
     """Join the next round."""
     mode, _, want = how.partition(" ")
     actor.phase, actor.mode, actor.want = "joining", mode, int(want) if want else None
-    join(world, actor, mode, actor.staged if mode == "install" else actor.held)
+    join(world, actor, mode, actor.staged if mode == "install" else actor.held, again=False)
 
 
 def do_rejoin(world: World, actor: Actor, _: str) -> None:
@@ -174,15 +174,15 @@ def do_rejoin(world: World, actor: Actor, _: str) -> None:
     actor.phase, mode, have = "joining", actor.mode, actor.staged if actor.mode == "install" else actor.held
     if actor.touched and mode not in ("stage", "install"):
         mode, have = "update" if actor.asked_done else "replicate", 0
-    join(world, actor, mode, have)
+    join(world, actor, mode, have, again=True)
 
 
-def join(world: World, actor: Actor, mode: str, have: int) -> None:
+def join(world: World, actor: Actor, mode: str, have: int, *, again: bool) -> None:
     """Send the request."""
     actor.in_grace = not world.listened
     promised = key_of(actor.promised) if actor.promised else None
     held = key_of(have) if have else None
-    request = JoinRound(actor.round, actor.want, mode, held, True, world.scene.verify, promised)  # type: ignore[arg-type]
+    request = JoinRound(actor.round, actor.want, mode, held, True, world.scene.verify, promised, again=again)  # type: ignore[arg-type]
     world.ask(actor, "join", request)
 
 

@@ -166,7 +166,7 @@ _SILENT = Scene("1 source, 1 reader, one is silent", verify=False, suspicions=1,
 _CHAIN = Scene("1 source, 2 readers that queue, one dies", 1, 2, 1, 1, queues=True, crashes=1)
 _STAGING = Scene("1 source, 1 reader that stages", stages=True, versions=1)
 _RESTART = Scene("1 source, 1 reader, the server restarts", shards=1, restarts=1)
-_AGAIN = Scene("1 source, 2 readers, one loses its connection", 1, 2, 1, 1, losses=1)
+_TWO = Scene("1 source, 2 readers", 1, 2, 1, 1)
 _RETAIN = Scene("1 source, 1 reader, retention", retain=1)
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -174,14 +174,16 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("L01", in_worlds.what_is_staged_counts_as_held, _STAGING),
     Mutant("L02", in_worlds.promise_may_change, Scene("2 sources, 1 reader", sources=2)),
     Mutant("L03", readers_do_not_hold_the_writer, _PLAIN),
-    Mutant("L03", draining_copies_take_new_readers, _AGAIN),
+    Mutant("L03", draining_copies_take_new_readers, _TWO),
     Mutant("L03", in_worlds.unstage_at_once, Scene("1 source, 2 readers that stage", 1, 2, 1, 1, stages=True)),
     Mutant("L04", in_worlds.done_is_not_checked, _SILENT),
     Mutant("L04", in_worlds.suspected_keep_leases, _SILENT),
     Mutant("L05", nobody_listens_first, _RESTART),
     Mutant("L06", what_is_held_is_not_taken_back, _RESTART),
     Mutant("L06", promises_of_before_are_forgotten, _RESTART),
-    Mutant("L07", promises_of_before_count_for_ever, _AGAIN),
+    Mutant(
+        "L07", promises_of_before_count_for_ever, Scene("1 source, 2 readers, one is given up", 1, 2, 1, 1, burials=1)
+    ),
     Mutant("L08", ids_begin_anew, Scene("1 source, 1 reader, the server restarts", versions=1, restarts=1)),
     Mutant("L08", leases_outlive_their_reader, Scene("1 source, 1 reader, one dies", crashes=1, versions=1)),
     Mutant("L10", latest_is_what_there_is, _SMALL),

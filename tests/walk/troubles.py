@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tensorhub_core.ids import SessionId
 from tensorhub_core.state.events import Disconnected
 from tests.walk import checks
 from tests.walk.actors import Action, Actor
@@ -76,6 +77,7 @@ def do_lose_connection(world: World, actor: Actor, _: str) -> None:
     actor.lost.clear()
     actor.aborted = actor.committed = False
     world.feed(Disconnected(actor.session))
+    actor.session = SessionId(actor.session + b"+")
 
 
 # --- what time and the server bring about ---------------------------------------------------------------------------

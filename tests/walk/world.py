@@ -17,6 +17,7 @@ from tensorhub_core.state.messages import (
     PROTOCOL,
     Committed,
     DropOffload,
+    Ended,
     Held,
     Hello,
     LeaseLost,
@@ -27,6 +28,7 @@ from tensorhub_core.state.messages import (
     RoundAborted,
     SourceProgress,
     Superseded,
+    UnknownSession,
     Welcome,
 )
 from tensorhub_core.state.records import BlobEntry, MachineConfig, ModelState, ServerState, Worker
@@ -147,8 +149,9 @@ class World:
                 kind = actor.open.pop(effect.request, "")
                 if not kind and effect.request > actor.forgotten:
                     raise Violation(f"{actor.name} is answered {type(message).__name__} to what it did not ask")
-                actor.resend.discard(kind)
-                hearing.hear(self, actor, kind, message)
+                if kind:
+                    actor.resend.discard(kind)
+                    hearing.hear(self, actor, kind, message)
             elif isinstance(message, LeaseLost) and message.round == actor.round:
                 actor.lost.add(message.lease)
             elif isinstance(message, RoundAborted) and message.round == actor.round and actor.in_round:
@@ -163,6 +166,8 @@ class World:
                 actor.offload_asked = message.copy
             elif isinstance(message, DropOffload):
                 hearing.drop_offload(self, actor, message)
+            elif isinstance(message, UnknownSession):
+                actor.greet = True
             elif isinstance(message, Superseded):
                 actor.alive, actor.phase = False, "over"
 
@@ -170,22 +175,25 @@ class World:
         """Say hello, for the first time or again, and what memory there is; a round begins anew."""
         held = held_by(actor, actor.held, b"P%d" % actor.life) if actor.held else None
         offloads = tuple(held_by(actor, code, b"O%d.%d" % (actor.life, code)) for code in sorted(actor.offloads))
+        actor.greet = False
         actor.open = {number: kind for number, kind in actor.open.items() if kind in DURABLE}
         actor.resend, actor.forgotten, actor.offload_asked = set(actor.open.values()), actor.next_request - 1, ""
         self.server.blobs.update(blobs_of(self.scene, self.born))
         high = key_of(actor.high) if actor.high else None
         shards = self.scene.shards
         token = f"t{actor.life}"
+        ended = (
+            None if actor.ended is None else Ended(actor.ended[0], key_of(actor.ended[1]) if actor.ended[1] else None)
+        )
         place = ("policy", actor.replica, actor.shard, shards)
-        hello = Hello(PROTOCOL, token, *place, high=high, held=held, offloads=offloads)
-        before = actor.round
+        hello = Hello(PROTOCOL, token, *place, high=high, held=held, offloads=offloads, ended=ended)
         self.ask(actor, "hello", hello)
         if not actor.alive:
             return
         self.ask(actor, "register", Register(b"L%d" % actor.shard, b"P%d" % actor.life, 200, SEGMENTS))
         if self.scene.stages and not actor.is_source:
             self.ask(actor, "register", RegisterStaging(b"S%d" % actor.life))
-        hearing.reopened(self, actor, before)
+        hearing.reopened(actor)
 
     def birth(self, place: int, replica: str, shard: int, is_source: bool) -> Actor:
         """Start a process in a place."""
