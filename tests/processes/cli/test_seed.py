@@ -244,6 +244,22 @@ def test_a_publisher_nobody_takes_over_from_says_so(hub: str, model: str, tmp_pa
     assert "Warning: the last reliable holder of version 3" in ended.err
 
 
+def test_a_publisher_that_waits_for_somebody_ends_at_a_second_signal(hub: str, model: str, tmp_path: Path) -> None:
+    from tests.unit.checkpoint.samples import save
+
+    (tmp_path / "in").mkdir()
+    save(tmp_path / "in" / "model.safetensors", make("plain", 3))
+    arguments = ("--model", model, "--version", 3, "--server", hub)
+    with worker(hub, model, "idle") as idle:
+        idle.register(make("plain", 1))
+        with running("publish", tmp_path / "in", *arguments, log=tmp_path / "log") as publisher:
+            publisher.process.send_signal(signal.SIGTERM)
+            time.sleep(1.0)
+            assert publisher.process.poll() is None
+            publisher.process.send_signal(signal.SIGTERM)
+            publisher.process.wait(6)
+
+
 def test_a_second_signal_ends_it_at_once(hub: str, model: str, seeds: Callable[..., Seed]) -> None:
     keeper = seeds("--keep", "--replica", "keeper")
     with worker(hub, model, "trainer") as trainer, worker(hub, model, "idle") as idle:
