@@ -74,3 +74,12 @@ def draw(seed: int) -> Scenario:
         hub_kill_at_rest=chance.random() < 0.3,
         joins_at_rest=chance.random() < 0.5,
     )
+
+
+def draw_harsh(seed: int) -> Scenario:
+    """Return a world in which the hub and connections are lost again and again, for the hunt for broken promises."""
+    chance = random.Random(f"{seed}/harsh")
+    kinds = ("hub_kill", "hub_kill", "cut", "cut", "pause", "kill", "stall", "flip", "partition")
+    faults = [draw_fault(chance, kinds) for _ in range(14)]
+    ordered = tuple(sorted(faults, key=lambda fault: fault.at_s))
+    return Scenario(seed, (2, 2), ordered, one_sided=False, retain=seed % 2, hub_kill_at_rest=seed % 3 == 0)

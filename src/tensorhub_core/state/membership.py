@@ -9,7 +9,16 @@ from tensorhub_core.state.bounds import MOST_SERVER_EPOCH
 from tensorhub_core.state.context import NO_SESSION, Step, failure
 from tensorhub_core.state.events import Send
 from tensorhub_core.state.leases import drop_copy, end_lease, revoke_lease
-from tensorhub_core.state.messages import PROTOCOL, Hello, Ok, Register, Superseded, UnknownSession, Welcome
+from tensorhub_core.state.messages import (
+    PROTOCOL,
+    Hello,
+    NothingNewer,
+    Ok,
+    Register,
+    Superseded,
+    UnknownSession,
+    Welcome,
+)
 from tensorhub_core.state.records import CopyState, Group, ModelState, Registration, Worker
 from tensorhub_core.state.resourcing import forgive
 from tensorhub_core.state.resuming import ended_before
@@ -202,7 +211,15 @@ def note_ended(s: Step, group: Group, worker: Worker, m: Hello) -> None:
 
 
 def first_round(s: Step, group: Group, worker: Worker) -> int:
-    """Return the first round a newcomer may join: the open one nobody of its shard joined, else the next."""
+    """Return the round that a worker calls next.
+
+    For a newcomer the open one that nobody of its shard joined, else the next. For one that comes back between two
+    calls also the one after its last, if there was nothing newer for the others: it would be a round ahead of them.
+    """
+    last = -1 if worker.ended is None else worker.ended.round
+    unheard = group.rounds.get(last + 1) if last >= 0 else None
+    if unheard is not None and isinstance(unheard.verdict, NothingNewer) and worker.shard in unheard.unheard:
+        return unheard.number
     current = group.open_round()
     if current is not None and worker.shard not in {*current.joined, *ended_before(s, group, current)}:
         return current.number
