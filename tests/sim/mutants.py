@@ -9,12 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from tensorhub_core.client import drain, driver, machine, moves, resources, session, verifier
+from tensorhub_core.client import drain, machine, moves, resources, session, verifier
 from tensorhub_core.client.drain import Drain
 from tensorhub_core.state import leases, membership, reads, rounds
 from tensorhub_core.state import machine as server
 from tests.sim import dataplane
-from tests.sim.cluster import SERVER
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -39,11 +38,6 @@ def done_is_not_asked(patch: pytest.MonkeyPatch) -> None:
 def no_checksums(patch: pytest.MonkeyPatch) -> None:
     """L12: what has landed is right."""
     patch.setattr(verifier.Checker, "_digests", lambda self, landed, indices: self._expected[indices])
-
-
-def no_grace(patch: pytest.MonkeyPatch) -> None:
-    """L5: a restarted server decides at once."""
-    patch.setitem(SERVER, "grace_s", 0.0)
 
 
 def heartbeats_renew_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -117,23 +111,6 @@ def commit_shard_by_shard(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rounds, "abort", lambda s, group, current, error, told=None: None)
 
 
-def stale_answers_count(patch: pytest.MonkeyPatch) -> None:
-    """An answer to an earlier request passes for that to the newest."""
-    step = machine.step
-
-    def believe(state: Any, event: Any, now: float) -> Any:
-        if isinstance(event, machine.Answered):
-            event = machine.Answered(state.asked, event.reply)
-        return step(state, event, now)
-
-    patch.setattr(driver, "step", believe)
-
-
-def no_rejoin(patch: pytest.MonkeyPatch) -> None:
-    """L6: a round does not come back after the connection was lost."""
-    patch.setattr(machine, "rejoin", lambda *_: None)
-
-
 def reads_are_not_stopped(patch: pytest.MonkeyPatch) -> None:
     """L9: a call that fails does not wait for its read to end."""
 
@@ -180,10 +157,10 @@ def prefix_before_verified(patch: pytest.MonkeyPatch) -> None:
 
 
 SERVER_SIDE: tuple[Patch, ...] = (
-    *(no_grace, heartbeats_renew_nothing, drains_forget_leases, commit_shard_by_shard, prefix_before_verified),
+    *(heartbeats_renew_nothing, drains_forget_leases, commit_shard_by_shard, prefix_before_verified),
 )
 CLIENT_SIDE: tuple[Patch, ...] = (
     *(no_fence, done_is_not_asked, no_checksums, nothing_is_held, overwrite_at_once, unpublish_returns_at_once),
-    *(stale_answers_count, no_rejoin, reads_are_not_stopped, forgets_its_blobs, deadlines_pass_unnoticed),
+    *(reads_are_not_stopped, forgets_its_blobs, deadlines_pass_unnoticed),
 )
 MUTANTS = {patch.__name__: patch for patch in (*SERVER_SIDE, *CLIENT_SIDE)}
