@@ -141,8 +141,10 @@ def after_step(world: World, effects: list[Effect], was_listening: bool) -> None
         if actor is None:
             continue
         if isinstance(effect.message, Committed):
-            missing = [a.name for a in world.group(actor) if a.session not in committed and world.worker(a) is not None]
-            reachable = [name for name in missing if name != actor.name]
+            others = [a for a in world.group(actor) if a is not actor and world.worker(a) is not None]
+            reachable = [
+                a.name for a in others if a.session not in committed and a.ended != (actor.round, actor.promised)
+            ]
             if reachable:
                 raise Violation(f"L13: {actor.name} has committed, {', '.join(reachable)} not")
         early = isinstance(effect.message, Promise | NothingNewer) and was_listening and listens(world)
