@@ -8,10 +8,11 @@ from collections import Counter
 import pytest
 
 from tests.sim.run import simulate
-from tests.sim.scenario import KINDS, draw
+from tests.sim.scenario import KINDS, draw, draw_harsh
 
 BLOCK = 30
 WORLDS = 300
+HARSH = 25
 
 
 @pytest.mark.slow
@@ -29,6 +30,15 @@ def test_every_promise_holds_in_every_world(first: int) -> None:
     assert calls["update"] > 20 * BLOCK, "hardly anything happened"
     assert calls["install"] > 3 * BLOCK
     assert calls["publish"] > 10 * BLOCK
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_every_promise_holds_in_harsh_worlds() -> None:
+    for seed in range(HARSH):
+        result = simulate(draw_harsh(seed))
+        if result.error is not None:
+            raise AssertionError(f"harsh world {seed}: {result.scenario}") from result.error
 
 
 def test_every_kind_of_fault_is_drawn() -> None:
