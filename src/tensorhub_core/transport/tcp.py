@@ -180,7 +180,7 @@ class TcpTransport:
         return found.progress
 
     def wait(self, read: ReadId, timeout_s: float) -> None:
-        """Wait until about a MiB has arrived, or all that the peer owes, and receive it; a few milliseconds at most."""
+        """Wait until the next read can end, or 4 MiB have come, and receive them; a few milliseconds at most."""
         self._check_usable()
         posted = self._reads.get(read)
         connection = posted.read.connection if posted is not None else None

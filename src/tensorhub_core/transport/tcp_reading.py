@@ -43,9 +43,9 @@ from tensorhub_core.transport.tcp_wire import (
 DRIVE_BYTES = 4 << 20
 """What one call receives at most, if it is there by one system call: after each the interpreter's lock is to be had
 again, which takes milliseconds where another thread computes."""
-WAKE_BYTES = 1 << 20
-"""Whoever waits is woken when so much is there: each waking costs the source too, whose sending does it where both are
-on one machine."""
+WAKE_BYTES, MOST_WAKE_BYTES = 1 << 20, 4 << 20
+"""Whoever waits is woken when the rest of the next read is there, within these bounds: before, there is nothing to do
+with it, and each waking costs the source too, whose sending does it where both are on one machine."""
 _WAIT_S = 0.004
 MOST_READS = 1024
 _MOST_UNSENT_BYTES = 4 * MOST_REQUEST_BYTES
@@ -174,7 +174,7 @@ class TcpConnection:
         """Receive like `drive`, but wait some milliseconds for the first bytes; False if there is no sense in it."""
         if not self.opened or self._unsent or not self._reads:
             return False
-        wake_bytes = min(WAKE_BYTES, self._owed_bytes)
+        wake_bytes = min(max(WAKE_BYTES, self._reads[0][1].vector.left_bytes), MOST_WAKE_BYTES, self._owed_bytes)
         if wake_bytes != self._wake_bytes:
             with contextlib.suppress(OSError, AttributeError):
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
