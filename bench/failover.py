@@ -135,7 +135,14 @@ def measure(transports: Sequence[str], rounds: int) -> list[Row]:
     rows: list[Row] = []
     with Network() as network:
         hosts = {name: network.host(name, RATE_MBIT) for name in ("hub", "reader", *HOLDERS)}
-        with hub("--log-level", "warning", prefix=hosts["hub"].command, bind=f"tcp://{hosts['hub'].address}:7077") as (
+        with hub(
+            "--log-level",
+            "warning",
+            "--retain",
+            "0",
+            prefix=hosts["hub"].command,
+            bind=f"tcp://{hosts['hub'].address}:7077",
+        ) as (
             address,
             _,
         ):

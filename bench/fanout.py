@@ -231,7 +231,14 @@ def measure(transports: Sequence[str], rounds: int, most_readers: int) -> list[R
         most = max([BASELINE_READERS + 2, *(max(READERS.get(name, (1, 8))) for name in loadable)])
         names = ["hub", "publisher", *(f"reader{number}" for number in range(most))]
         hosts = {name: network.host(name, RATE_MBIT) for name in names}
-        with hub("--log-level", "warning", prefix=hosts["hub"].command, bind=f"tcp://{hosts['hub'].address}:7077") as (
+        with hub(
+            "--log-level",
+            "warning",
+            "--retain",
+            "0",
+            prefix=hosts["hub"].command,
+            bind=f"tcp://{hosts['hub'].address}:7077",
+        ) as (
             address,
             _,
         ):

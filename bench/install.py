@@ -109,7 +109,7 @@ def round_s(child: subprocess.Popen[str], worker: Worker, plain: PlainCopy) -> t
 def measure(total_bytes: int, rounds: int) -> list[Row]:
     """Measure all cases."""
     rows = []
-    with hub() as (server, _):
+    with hub("--retain", "0") as (server, _):
         for case in CASES:
             to, source = ({name: each.copy() for name, each in tensors(case, total_bytes, s).items()} for s in (2, 3))
             with (

@@ -123,7 +123,10 @@ def measure_memory(count: int) -> list[Row]:
 def measure_worker(count: int) -> list[Row]:
     """Measure a worker's calls with a hub: each sends what is new about the tensors."""
     rows = []
-    with hub("--log-level", "warning") as (address, _), connect(address, model="m", replica="trainer") as worker:
+    with (
+        hub("--log-level", "warning", "--retain", "0") as (address, _),
+        connect(address, model="m", replica="trainer") as worker,
+    ):
         tensors = arrays(count, apart=False)
         for call, act in (
             ("register()", lambda: worker.register(tensors)),

@@ -97,7 +97,7 @@ def measure() -> list[Row]:
     """Measure round trips and publishes in one run."""
     echo_s = float(np.median(round_trips()))
     rows = [Row("bare ZeroMQ round trip, median", echo_s * 1e6, "us")]
-    with hub() as (address, _):
+    with hub("--retain", "0") as (address, _):
         for number, (case, (total_bytes, count)) in enumerate(SIZES.items()):
             rounds = ROUNDS if number == 0 else LARGE_ROUNDS
             visible, returned = np.array(list(latencies(address, f"m{number}", total_bytes, count, rounds))).T
