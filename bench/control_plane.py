@@ -37,6 +37,8 @@ from tensorhub_core.state.messages import (
     Hello,
     JoinRound,
     LeaveRound,
+    Offload,
+    Offloaded,
     Promise,
     Publish,
     PutBlob,
@@ -45,6 +47,7 @@ from tensorhub_core.state.messages import (
     Wait,
     Welcome,
 )
+from tensorhub_core.wire.codec import decode_reply, split
 
 NAME = "control_plane"
 WORKERS = (10, 100, 1000)
@@ -93,17 +96,32 @@ def shape(versions: int) -> Shape:
     return Shape(encode_layout(layout), sums, len(layout.storages), table.total_bytes, len(table))
 
 
+def placement_of(number: int, shape: Shape) -> bytes:
+    """Return where a worker's memory lies; made up."""
+    addresses = (np.arange(shape.storages, dtype="<u8") + number * shape.storages) * 4096
+    return msgspec.msgpack.encode(Placement("tcp", b"a" * 200, addresses.tobytes(), ("cpu",), bytes(shape.storages)))
+
+
 def join_hub(worker: Connection, number: int, shape: Shape, replica: str) -> None:
     """Say hello and register made-up memory."""
-    addresses = (np.arange(shape.storages, dtype="<u8") + number * shape.storages) * 4096
-    placement = msgspec.msgpack.encode(
-        Placement("tcp", b"a" * 200, addresses.tobytes(), ("cpu",), bytes(shape.storages))
-    )
+    placement = placement_of(number, shape)
     welcome = worker.ask(Hello(PROTOCOL, f"token-{replica}", "policy", replica, host=f"host-{number // 8}"))
     assert isinstance(welcome, Welcome)
     for blob in (shape.layout, placement):
         worker.ask(PutBlob(digest_of(blob), blob))
     worker.ask(Register(digest_of(shape.layout), digest_of(placement), shape.total_bytes, shape.segments))
+
+
+def withdraw(trainer: Connection, placement: bytes) -> None:
+    """Take a version back; if the hub wants it kept, say that there is an offload copy of it."""
+    number = trainer.send(Unpublish())
+    while True:
+        frames = split(trainer.receive_raw())
+        reply = decode_reply(frames)
+        if isinstance(reply, Offload):
+            trainer.send(Offloaded(reply.copy, digest_of(placement)))
+        elif frames.request == number:
+            return
 
 
 def rate(workers: Sequence[Connection], requests: int) -> float:
@@ -156,7 +174,7 @@ def follow(
     for number in versions:
         sums = shape.sums[number]
         trainer.ask(PutBlob(digest_of(sums), sums))
-        trainer.ask(Unpublish())
+        withdraw(trainer, placement_of(0, shape))
         for worker in workers:
             worker.send(Wait(None if number == 0 else (1, number - 1)))
         trainer.ask(Heartbeat())

@@ -49,10 +49,11 @@ class Connection:
         self._socket.connect(address)
         self._number = 0
 
-    def send(self, message: Request) -> None:
-        """Send a request and do not wait for its reply."""
+    def send(self, message: Request) -> int:
+        """Send a request and do not wait for its reply; returns its number."""
         self._number += 1
         self._socket.send_multipart(encode(self._number, message))
+        return self._number
 
     def receive_raw(self) -> list[bytes]:
         """Return the frames of the next message."""
