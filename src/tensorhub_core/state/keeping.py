@@ -79,7 +79,7 @@ def custodians(s: Step, model: ModelState, key: VersionKey, reader: ReplicaName 
     record = model.versions.get(key)
     found = [] if record is None else sorted(record.keeping.custody & record.keeping.held)
     groups = (group for name in found if name != reader and (group := model.groups.get(name)) is not None)
-    return [group for group in groups if is_lively(s, group)]
+    return [group for group in groups if not any(w.suspected for w in s.members(group))]
 
 
 def review(s: Step, name: ModelName, replica: ReplicaName, key: VersionKey) -> None:

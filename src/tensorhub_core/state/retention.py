@@ -128,13 +128,16 @@ def take_verdict(s: Step, model: ModelState, replica: ReplicaName, key: VersionK
     if is_free(s, model, group, record):
         return let_go(s, model, group, record)
     keeping.custody.add(replica)
-    if (text := cannot_keep(s, group)) is not None:
+    if (text := cannot_keep(s, group, key)) is not None:
         give_up(s, model, group, record, text)
 
 
-def cannot_keep(s: Step, group: Group) -> str | None:
-    """Return why a replica could not keep a version, whatever it makes."""
-    leaving = [w.shard for w in s.members(group) if w.leaving]
+def cannot_keep(s: Step, group: Group, key: VersionKey) -> str | None:
+    """Return why a replica could not keep a version, whatever it makes.
+
+    A shard that still waits for others to take over stays as long as that: what the rest keeps until then can be read.
+    """
+    leaving = [w.shard for w in s.members(group) if w.leaving and (w.handover_request is None or withdraws(w, key))]
     return f"shard {leaving[0]} is about to leave" if leaving else None
 
 
@@ -145,7 +148,7 @@ def attend(s: Step, model: ModelState, key: VersionKey, record: VersionRecord) -
         held = replica in record.keeping.held
         if not is_retained(model, record) or not held or is_protected(s, model, group, record):
             let_go(s, model, group, record)
-        elif (text := cannot_keep(s, group)) is not None:
+        elif (text := cannot_keep(s, group, key)) is not None:
             give_up(s, model, group, record, text)
         elif not is_being_read(s, group, key):
             for worker in s.members(group):
