@@ -2,8 +2,9 @@
 
     python bench/run.py [NAME ...]
 
-A bench is a script beside this one that takes `--json FILE` (see common.py). Exits with 1 if one failed or missed a
-goal. The stall of a swap is taken from what the last demo wrote, if there is one: `make demo` measures it.
+A bench is a script beside this one that takes `--json FILE` (see common.py). Exits with 1 if one failed; goals that
+are missed are named. The stall of a swap is taken from what the last demo wrote, if there is one: `make demo` measures
+it.
 """
 
 from __future__ import annotations

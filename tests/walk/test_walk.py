@@ -107,7 +107,7 @@ IGNORED = {
     "Group": "model replica generation num_shards zone host spot keeper retired next_round",
     "Round": "told_slow told_late tried details number resumed",
     "Joined": "offer session done_sums",
-    "Worker": "id session token model replica shard observer stream last_seen_s room_bytes ended",
+    "Worker": "id session token model replica shard observer stream creates_in last_seen_s room_bytes ended",
     "Copy": "id worker memory done_bytes started_s speed draining_since_s origin sums",
     "Keeping": "",
     "VersionRecord": "total_bytes keeping",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from tensorhub_core.wire.curve import ClientKeys, client_keys
 WATCH_EVERY_S = 1.0
 _STYLES = {"published": "green", "filling": "cyan", "draining": "yellow", "suspected": "red", "dirty": "red"}
 _BAR_CELLS = 10
+_WIDE = 1000
 
 
 @click.command()
@@ -38,10 +40,16 @@ def status(model: str | None, watch: bool, as_json: bool, server: str | None) ->
     timeout_s, keys = settings.client.connect_timeout_s, client_keys(settings.client)
     if not watch:
         reply = fetch(address, model, timeout_s, keys)
-        print_json(address, reply, indent=2) if as_json else Console().print(render(address, reply))
+        print_json(address, reply, indent=2) if as_json else wide_console().print(render(address, reply))
         return
     with contextlib.suppress(KeyboardInterrupt):
         watch_status(address, model, timeout_s, as_json, keys)
+
+
+def wide_console() -> Console:
+    """Return where to print: where no terminal sets a width, lines are as long as they are."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=_WIDE)
 
 
 def fetch(address: str, model: str | None, timeout_s: float, keys: ClientKeys | None = None) -> StatusReply:
@@ -64,7 +72,7 @@ def watch_status(
             if isinstance(reply, StatusReply):
                 print_json(address, reply, indent=None)
         return
-    console = Console()
+    console = wide_console()
     with Live(console=console, auto_refresh=False, transient=False) as live:
         for reply in replies(address, model, timeout_s, keys):
             shown = Text(str(reply), style="red") if isinstance(reply, TensorHubError) else render(address, reply)
@@ -130,6 +138,8 @@ def replicas_table(model: ModelStatus) -> Table:
     """Return one row a shard; what belongs to the whole replica is said once."""
     columns = ("replica", "zone", "host", "shard", "version", "state", "progress", "reads from", "rate")
     table = Table(*columns, box=None, header_style="dim", pad_edge=False)
+    for column in table.columns:
+        column.overflow = "fold"  # long names often differ at their ends only
     for replica in model.replicas:
         for index, shard in enumerate(replica.shards):
             about = replica_cells(replica) if index == 0 else ("", "", "")

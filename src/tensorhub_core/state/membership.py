@@ -140,6 +140,7 @@ def admit(s: Step, session: SessionId, m: Hello) -> Worker:
         m.observer,
         m.stream,
         s.now,
+        max((held.epoch for held in (m.held, *m.offloads) if held is not None), default=None),
     )
     s.state.workers[worker.id] = worker
     s.state.sessions[session] = worker.id

@@ -127,6 +127,8 @@ class Worker:
     observer: bool
     stream: str | None
     last_seen_s: float
+    creates_in: int | None = None
+    """The stream epoch in which it last created a version, or had one when it said hello."""
     suspected: bool = False
     dirty: bool = False
     memory: Registration | None = None

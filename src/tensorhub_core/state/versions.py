@@ -74,6 +74,11 @@ def highest_number(model: ModelState, epoch: int) -> int:
 def creation_key(model: ModelState, worker: Worker, number: int) -> VersionKey:
     """Return the key under which the worker may publish `number`; raises VersionConflict for a stream that is over."""
     stream = worker.stream
+    if stream is None and worker.creates_in is not None and worker.creates_in < model.epoch:
+        raise VersionConflict(
+            f"the versions of model {model.name!r} that this worker went on with are over, stream {model.stream!r} has "
+            "taken their place: connect with a new stream name to start again, or under a model name of your own"
+        )
     if stream is None or stream == model.stream:
         return (model.epoch, number)
     if stream in model.streams:
@@ -151,6 +156,8 @@ def publish(s: Step, worker: Worker, request: int, m: Publish) -> None:
             drop_copy(s, copy, "published")
         put_copy(s, worker, key, memory, sums)
     worker.room_bytes = m.room_bytes
+    if m.held_epoch is None:
+        worker.creates_in = key[0]
     s.reply(worker, request, Published(*key))
 
 
