@@ -51,15 +51,16 @@ def in_background(call: Callable[[], Any]) -> Future[Any]:
 
 
 class Brake:
-    """A progress callback that slows a read down, and holds it at half until it is let go."""
+    """A progress callback that slows a read down, and holds it at half, or another share, until it is let go."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: float = 0.5) -> None:
+        self.share = share
         self.half, self.go = threading.Event(), threading.Event()
         self.sources: list[str] = []
 
     def __call__(self, done: int, total: int, source: str) -> None:
         self.sources.append(source)
-        if done < total // 2:
+        if done < total * self.share:
             time.sleep(0.13)  # so long that the next step is reported too
         elif not self.half.is_set():
             self.half.set()
