@@ -148,10 +148,11 @@ def main() -> None:
     parser = parser_of(NAME, __doc__)
     parser.add_argument("--tensors", type=int, default=20_480, help="how many (default 20,480)")
     parser.add_argument("--bytes", type=int, default=4096, help="bytes of each (default 4,096)")
-    parser.add_argument("--regions", type=int, default=20_480, help="registered regions of a side (default 20,480)")
+    parser.add_argument("--regions", type=int, help="registered regions of a side (default: one for each tensor)")
     parser.add_argument("--rounds", type=int, default=21, help="rounds of all ways (default 21)")
     arguments = parser.parse_args()
-    rows = measure(arguments.tensors, arguments.bytes, arguments.regions, arguments.rounds)
+    regions = min(arguments.regions or arguments.tensors, arguments.tensors)
+    rows = measure(arguments.tensors, arguments.bytes, regions, arguments.rounds)
     report(NAME, arguments, rows)
 
 

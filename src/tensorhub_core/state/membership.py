@@ -304,7 +304,7 @@ def remove(s: Step, worker: Worker, reason: str) -> None:
         del s.state.sessions[worker.session]
     s.drop(worker)
     if not worker.observer:
-        s.log("info", f"{worker.model}/{worker.replica}/{worker.shard} ({worker.id}) has left: {reason}")
+        s.log("info", f"{worker.model}/{worker.replica}/{worker.shard} ({worker.id}) is gone: {reason}")
 
 
 def leave(s: Step, worker: Worker, request: int) -> None:
