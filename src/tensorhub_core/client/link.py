@@ -19,6 +19,8 @@ from tensorhub_core.limits import ZMQ_FILES, check_files, no_files
 from tensorhub_core.wire.codec import MAX_MESSAGE_BYTES
 from tensorhub_core.wire.curve import ClientKeys, protect
 
+SILENT = "it does not answer"
+"""What is wrong where nothing was refused or lost."""
 _EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_DISCONNECTED
@@ -81,8 +83,9 @@ class Link:
     @property
     def trouble(self) -> str:
         """Say what is wrong with the connection, at each address that was tried."""
-        if len(self._troubles) > 1:
-            return "; ".join(f"{address}: {text}" for address, text in self._troubles.items())
+        if self._troubles.keys() - {self.address}:
+            known = {**self._troubles, self.address: self._troubles.get(self.address, SILENT)}
+            return "; ".join(f"{address}: {text}" for address, text in known.items())
         return next(iter(self._troubles.values()), "no connection")
 
     @trouble.setter
@@ -143,7 +146,10 @@ class Link:
         """
         self._close()
         self.connected = False
-        self.address = self.address if address is None else address
+        if address is not None and address != self.address:
+            if self.address not in self._troubles:
+                self.trouble = SILENT
+            self.address = address
         try:
             self._sockets = self._open(self.address)
         except TransportError as error:
