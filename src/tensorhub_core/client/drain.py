@@ -11,13 +11,17 @@ from tensorhub_core.errors import TensorHubError
 from tensorhub_core.state.messages import Reply, Request, Unpublish
 
 Submit = Callable[[Request, Callable[[Reply], None]], int]
+Withdrawn = Callable[[Callable[[], None]], None]
 
 
 class Drain:
     """At most one `Unpublish` (or what `request` is) in flight; it outlives the call that gave up waiting for it."""
 
-    def __init__(self, submit: Submit, withdrawn: Callable[[], None], request: Request | None = None) -> None:
-        """`withdrawn` is called, on the session's thread, before anybody else hears that the copy is withdrawn."""
+    def __init__(self, submit: Submit, withdrawn: Withdrawn, request: Request | None = None) -> None:
+        """`withdrawn(done)` is called, on the session's thread, before anybody else hears that the copy is withdrawn.
+
+        They hear it when it calls `done()`, from whatever thread.
+        """
         self._request: Request = Unpublish() if request is None else request
         self._submit = submit
         self._withdrawn = withdrawn
@@ -40,10 +44,14 @@ class Drain:
         return future, True
 
     def _ended(self, future: Future[Reply], reply: Reply) -> None:
+        if error_of(reply) is None:
+            self._withdrawn(lambda: self._tell(future, reply))
+        else:
+            self._tell(future, reply)
+
+    def _tell(self, future: Future[Reply], reply: Reply) -> None:
         with self._lock:
             self._running = None
-        if error_of(reply) is None:
-            self._withdrawn()
         future.set_result(reply)
 
 

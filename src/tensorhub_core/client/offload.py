@@ -83,7 +83,8 @@ class Offloads:
         self._to_free: deque[_Entry] = deque()
         self._not_to_be_freed: list[OffloadMemory | None] = []
         self._thread: threading.Thread | None = None
-        self._refusing = self._closed = False
+        self._refusing = self._closed = self._reading = False
+        self._when_unread: list[Callable[[], None]] = []
         self.made = 0
         """Copies that the server took, since the worker connected."""
 
@@ -119,6 +120,21 @@ class Offloads:
             entry.asked = message.copy
             self._to_make.append(entry)
         self._wake()
+
+    def release(self, done: Callable[[], None]) -> None:
+        """Call `done()` when no copy is made of the registered memory any more: then it is the caller's again.
+
+        At once, or on the thread that reads it; never blocks.
+        """
+        with self._changed:
+            for entry in [entry for entry in self._entries if not entry.whole]:
+                self._drop(entry)
+            reading = self._reading
+            if reading:
+                self._when_unread.append(done)
+        self._wake()
+        if not reading:
+            done()
 
     def refuse(self) -> None:
         """Make no copies any more: the worker leaves, and what it would keep would go with it."""
@@ -237,15 +253,30 @@ class Offloads:
             transport.shutdown()
             raise
         entry.memory = memory
-        check = self._policy.check or not original.trusted
-        if entry.dropped or not memory.fill(original, lambda: entry.dropped, check=check):
+        if not self._read(entry, original, memory):
             return False
-        with self._changed:
-            entry.whole, entry.original = True, None
-            self._tell_hellos()  # before it is offered: a server that has taken it knows it, whatever we hear
         text = "version %d was copied into host memory (%d bytes, %.3f s): this replica was the last to hold it"
         get_logger("client").info(text, entry.key[1], entry.total_bytes, time.monotonic() - begun_s)
         return True
+
+    def _read(self, entry: _Entry, original: Original, memory: OffloadMemory) -> bool:
+        """Copy the bytes; return False if the entry was dropped meanwhile. Who waits to write them hears of the end."""
+        with self._changed:
+            if entry.dropped:
+                return False
+            self._reading = True
+        try:
+            if not memory.fill(original, lambda: entry.dropped, check=self._policy.check or not original.trusted):
+                return False
+            with self._changed:
+                entry.whole, entry.original = not entry.dropped, None
+                self._tell_hellos()  # before it is offered: a server that has taken it knows it, whatever we hear
+                return entry.whole
+        finally:
+            with self._changed:
+                self._reading, waiting, self._when_unread = False, self._when_unread, []
+            for done in waiting:
+                done()
 
     def _original_of(self, entry: _Entry) -> Original | None:
         """Return the memory to copy, None if the entry was dropped.

@@ -93,10 +93,14 @@ class Resources:
         if self.session.hellos != life:
             self.session.say_hello_again()
 
-    def withdrawn(self) -> None:
-        """Note that the registered memory is the caller's again; on the session's thread."""
+    def withdrawn(self, done: Callable[[], None]) -> None:
+        """Note that nobody relies on the registered memory; on the session's thread.
+
+        Calls `done()` when it is the caller's again: an offload copy that is not needed any more may still read it.
+        """
         self.uncertain = None
         self.session.offer_nothing()
+        self.offloads.release(done)
 
     def _original(self, key: VersionKey) -> Original | None:
         """Return the memory that holds a version, registered or staging; any thread."""

@@ -185,8 +185,9 @@ class Stager:
             self.withdraw(deadline, "register()")
             self._free()
 
-    def _withdrawn(self) -> None:
+    def _withdrawn(self, done: Callable[[], None]) -> None:
         self._offered = False
+        done()
 
     def _take_back(self, done: Callable[[BaseException | None], None]) -> None:
         future, _ = self._drain.begin()

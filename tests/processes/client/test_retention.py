@@ -325,3 +325,34 @@ def test_memory_that_was_moved_is_kept_as_long_as_it_is_there(here: Site, move: 
     else:
         with pytest.raises(VersionUnavailable):
             here.check(7)
+
+
+@pytest.mark.parametrize("how", ["unpublish", "update"])
+def test_memory_is_the_callers_again_only_when_a_needless_copy_has_stopped_reading_it(
+    here: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+    copy_batch = offload_copy._Copying._copy_batch
+
+    def slowly(copying: Any, begin: int, end: int) -> None:
+        begun.set()
+        assert go.wait(30)
+        copy_batch(copying, begin, end)
+
+    with Actor() as actor:
+        trainer, tensors = here.trainer(7)
+        reader = here.remote(actor, "reader")
+        actor.do("call", reader, method="replicate", publish=False)
+        if how == "update":
+            here.remote(actor, "newer", 8, spot=True)
+        monkeypatch.setattr(offload_copy._Copying, "_copy_batch", slowly)
+        ended = in_background(getattr(trainer, how))
+        assert begun.wait(20)
+        actor.do("call", reader, method="publish", version=7)
+        until(lambda: trainer._session.standing.held is None)
+        assert same(tensors, make("plain", 7, mib=MIB)), "it is still being read"
+        assert not ended.done()
+        go.set()
+        ended.result(30)
+        assert same(tensors, make("plain", 8 if how == "update" else 7, mib=MIB))
+        assert not [r for r in caplog.records if "changed before" in r.getMessage()]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensorhub_core.client import offload
+from tensorhub_core.client import offload, offload_copy
 from tensorhub_core.client.memory import RegisteredMemory
 from tensorhub_core.client.offload import OffloadPolicy, Offloads
 from tensorhub_core.client.offload_copy import Original
@@ -334,3 +334,41 @@ def test_close_ends_everything_and_leaves_no_thread(bench: Bench) -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("tensorhub-offload")]
     bench.ask(7)
     assert bench.made.held_bytes() == 0
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_memory_is_given_back_only_when_no_copy_reads_it_any_more(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    weights = bench.hold(7)
+    begun, go_on, order = threading.Event(), threading.Event(), list[str]()
+    copy_batch = offload_copy._Copying._copy_batch
+
+    def slowly(self: Any, begin: int, end: int) -> None:
+        begun.set()
+        assert go_on.wait(20)
+        copy_batch(self, begin, end)
+        order.append("read")
+
+    monkeypatch.setattr(offload_copy._Copying, "_copy_batch", slowly)
+    bench.ask(7)
+    assert begun.wait(20)
+    if told:  # a restarted server does not know that it had asked for a copy
+        bench.made.on_push(DropOffload("original 7"))
+    bench.made.release(lambda: (order.append("given back"), weights.fill(0))[0])
+    assert order == []
+    go_on.set()
+    bench.until(lambda: len(order) > 1 and not len(bench.made))
+    assert order == ["read", "given back"]
+    assert bench.wire.said == [], "nobody is blamed, and nothing is offered"
+
+
+def test_memory_that_no_copy_reads_is_given_back_at_once_and_copies_that_are_made_stay(bench: Bench) -> None:
+    done: list[int] = []
+    bench.made.release(lambda: done.append(1))
+    bench.hold(7)
+    bench.ask(7)
+    bench.until(bench.kept)
+    bench.made.release(lambda: done.append(2))
+    assert done == [1, 2]
+    assert bench.kept() == [7]
