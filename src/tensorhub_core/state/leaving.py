@@ -5,9 +5,9 @@ from __future__ import annotations
 from tensorhub_core.errors import StateError, VersionUnavailable
 from tensorhub_core.ids import ModelName, ReplicaName, VersionKey
 from tensorhub_core.state.context import Step
-from tensorhub_core.state.keeping import is_free, is_reliable, is_retained, review
+from tensorhub_core.state.keeping import is_free, is_retained, review
 from tensorhub_core.state.messages import HandOver, Ok
-from tensorhub_core.state.records import ModelState, VersionRecord, Worker
+from tensorhub_core.state.records import Group, ModelState, VersionRecord, Worker
 from tensorhub_core.state.versions import show
 
 
@@ -26,7 +26,7 @@ def answer_handovers(s: Step, model: ModelState) -> None:
         worker = s.state.workers[worker_id]
         group = s.group(worker)
         bound = [key for key, record in model.versions.items() if not is_free(s, model, group, record)]
-        if bound and any(is_reliable(s, other) for other in model.groups.values() if other is not group):
+        if bound and any(may_take_over(s, other) for other in model.groups.values() if other is not group):
             continue
         request, worker.handover_request = worker.handover_request, None
         model.handovers.discard(worker_id)
@@ -35,6 +35,11 @@ def answer_handovers(s: Step, model: ModelState) -> None:
             s.fail(worker, request, VersionUnavailable(text))
         elif request is not None:
             s.reply(worker, request, Ok())
+
+
+def may_take_over(s: Step, group: Group) -> bool:
+    """Tell whether a replica may come to hold a version reliably; one that is only silent may be heard again."""
+    return not group.spot and not any(w.leaving for w in s.members(group))
 
 
 def after_failure(s: Step, name: ModelName, replica: ReplicaName, keys: set[VersionKey], reason: str) -> None:

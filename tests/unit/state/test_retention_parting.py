@@ -16,6 +16,7 @@ from tests.unit.state.fleet import (
     offloads_asked,
     publish,
     replica,
+    replicate,
     source_of,
     unpublish,
 )
@@ -93,4 +94,31 @@ def test_who_has_no_room_for_its_part_while_another_hands_over_goes_on_offering_
     t[1].call(OffloadFailed(push.copy, "config_error", "no room"), Ok)
     assert t[1].answer(asked, Failure).message == "no room"
     assert [source_of(p, n) for p, n in zip(other, join(other, 0), strict=True)] == ["trainer", "trainer"]
+    lawful(hub)
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_hand_over_waits_for_who_is_only_silent(comes_back: bool) -> None:
+    hub = Hub(retain=1)
+    (t,), (keeper,) = replica(hub, "trainer"), replica(hub, "keeper", keeper=True)
+    publish([t], 1)
+    hub.later(6, silent=(keeper,))
+    leaving = t.ask(HandOver())
+    assert answered([t], [leaving]) == [False]
+    if comes_back:
+        replicate([keeper])
+        assert answered([t], [leaving]) == [True]
+    else:
+        hub.later(20, silent=(keeper,))
+        assert t.answer(leaving, Failure).code == "version_unavailable"
+    assert losses(hub) == []
+    lawful(hub)
+
+
+def test_a_spot_replica_and_one_that_leaves_take_nothing_over() -> None:
+    hub = Hub(retain=1)
+    (t,), (r,), _ = replica(hub, "trainer"), replica(hub, "r"), replica(hub, "spot", spot=True)
+    publish([t], 1)
+    r.call(HandOver(), Ok)
+    t.refused(HandOver(), "version_unavailable")
     lawful(hub)
