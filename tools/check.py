@@ -48,7 +48,10 @@ PHASES = (
     Phase("imports", (f"{CORE}/lint-imports", "--cache-dir", ".work/imports"), 300),
     _pytest("unit", f"{CORE}/python", "-n", "2", "tests", *(f"--ignore={path}" for path in ALONE), limit_s=900),
     _pytest("walk", f"{CORE}/python", "-n", "2", "tests/walk", limit_s=900),
-    _pytest("processes", f"{CORE}/python", "tests/processes", "tests/transport", limit_s=900),
+    _pytest(
+        *("processes", f"{CORE}/python", "-n", "2", "--dist", "loadfile", "tests/processes", "tests/transport"),
+        limit_s=1500,
+    ),
     _pytest("readme", f"{CORE}/python", "tests/readme", limit_s=300),
     _pytest("vllm", f"{VLLM}/python", "tests/engines/vllm", limit_s=1500),
     Phase("demo-quick", (f"{VLLM}/python", "demo/run.py", "--quick"), 600),
