@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tensorhub_core import ConfigError, DeadlineExceeded, StateError, Worker, connect, serve
+from tensorhub_core import ConfigError, DeadlineExceeded, Staged, StateError, Worker, connect, serve
 from tensorhub_core.server.serving import Server
 from tensorhub_core.transport.registry import make_transport
 from tests.processes.client.actor import Actor
@@ -150,7 +150,7 @@ def shard(server: Server, model: str, number: int) -> tuple[Worker, Tensors]:
     return worker, tensors
 
 
-def pair_of_shards(here: Hub, trainers: list[Worker], actor: Actor) -> tuple[Worker, Tensors, str]:
+def pair_of_shards(here: Hub, trainers: list[Worker], actor: Actor) -> tuple[Worker, Tensors, str, Staged]:
     """Let both shards of `pair` hold version 1 and stage version 2; one is of this process."""
     for number in (0, 1):
         trainer = connect(
@@ -172,7 +172,9 @@ def pair_of_shards(here: Hub, trainers: list[Worker], actor: Actor) -> tuple[Wor
         trainer.register(make("plain", 10 + number))
         trainer.publish(2)
     theirs = actor.begin("stage", "other half")
-    return worker, tensors, "other half"
+    staged = worker.stage(timeout_s=30)
+    assert theirs.result(30) == 2
+    return worker, tensors, "other half", staged
 
 
 @pytest.fixture
@@ -182,8 +184,7 @@ def workers() -> list[Worker]:
 
 def test_nobody_installs_when_a_shard_is_killed_with_what_it_staged(here: Hub, workers: list[Worker]) -> None:
     with Actor() as actor:
-        worker, tensors, _ = pair_of_shards(here, workers, actor)
-        staged = worker.stage(timeout_s=30)
+        worker, tensors, _, staged = pair_of_shards(here, workers, actor)
         actor.kill()
         with pytest.raises((DeadlineExceeded, StateError)):
             staged.install(timeout_s=3)
@@ -197,8 +198,7 @@ def test_a_replica_that_is_killed_in_the_middle_of_an_install_is_never_offered(
     here: Hub, workers: list[Worker]
 ) -> None:
     with Actor() as actor:
-        worker, _, handle = pair_of_shards(here, workers, actor)
-        staged = worker.stage(timeout_s=30)
+        worker, _, handle, staged = pair_of_shards(here, workers, actor)
         actor.do("hang_installs", handle)
         theirs = actor.begin("staged", handle, method="install")
         ours = in_background(lambda: staged.install(timeout_s=40))
