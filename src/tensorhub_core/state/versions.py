@@ -108,6 +108,17 @@ def check_creation(model: ModelState, worker: Worker, key: VersionKey, layout: D
         )
 
 
+def doubt_creator(s: Step, model: ModelState, worker: Worker, key: VersionKey, layout: Digest) -> None:
+    """Log that a second replica creates a version in a layout of its own: nothing tells two jobs from one then."""
+    record = model.versions.get(key)
+    if record is not None and record.creator != worker.replica and layout not in record.manifests:
+        s.log(
+            "warning",
+            f"model {model.name!r}: version {show(key)} comes from {record.creator!r}, and in another layout from "
+            f"{worker.replica!r}: if these are two jobs, give each a model name or a stream of its own",
+        )
+
+
 def enter_stream(s: Step, model: ModelState, worker: Worker, key: VersionKey) -> None:
     """Make the worker's stream the model's current one."""
     if key[0] > model.epoch:
@@ -146,6 +157,7 @@ def publish(s: Step, worker: Worker, request: int, m: Publish) -> None:
             if not (copy is not None and copy.key == key and copy.state is not CopyState.FILLING):
                 check_creation(model, worker, key, memory.layout, sums)
                 check_room(s, worker, memory, m.room_bytes)
+                doubt_creator(s, model, worker, key, memory.layout)
         else:
             key = (m.held_epoch, m.number)
         check_publishable(model, worker, key, memory, sums)

@@ -99,3 +99,25 @@ def test_who_follows_a_job_hears_of_the_other_ones_stream_as_a_new_epoch() -> No
     Job(hub, "second", "two", "b", 0).step()
     after = late.answer(late.join(0), Promise)
     assert ((before.epoch, before.number), (after.epoch, after.number)) == ((1, 7), (2, 0))
+
+
+def test_equal_numbers_in_two_layouts_from_two_trainers_are_doubted_in_the_log() -> None:
+    hub = Hub(retain=0)
+    for name in ("one", "two"):
+        peer = hub.hello(name)
+        peer.register(b"the layout of %s" % name.encode())
+        peer.publish(0, name.encode(), Published)
+    told = [text for text in hub.logs if "two jobs" in text]
+    assert len(told) == 1
+    assert "'one'" in told[0]
+    assert "'two'" in told[0]
+
+
+def test_the_shards_of_one_trainer_and_equal_trainers_are_not_doubted() -> None:
+    hub = Hub(retain=0)
+    for name in ("one", "two"):
+        for shard in range(2):
+            peer = hub.hello(name, shard, 2)
+            peer.register(b"layout %d" % shard)
+            peer.publish(0, b"%d" % shard, Published)
+    assert [text for text in hub.logs if "two jobs" in text] == []
