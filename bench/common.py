@@ -107,3 +107,8 @@ def hub(*options: str, prefix: Sequence[str] = (), bind: str = "tcp://127.0.0.1:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(START_TIMEOUT_S)
             process.kill()
+
+
+def hub_on(command: Sequence[str], address: str) -> contextlib.AbstractContextManager[tuple[str, int]]:
+    """Run a hub that keeps no copies on another host, behind its `command`; yields its address and process id."""
+    return hub("--log-level", "warning", "--retain", "0", prefix=command, bind=f"tcp://{address}:7077")

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common import Row, hub, limit, parser_of, report, skipped
+from common import Row, hub_on, limit, parser_of, report, skipped
 from content import digest, make
 from netns import Host, Network, sent_and_received_bytes, why_unavailable
 from remote import Remote
@@ -135,17 +135,7 @@ def measure(transports: Sequence[str], rounds: int) -> list[Row]:
     rows: list[Row] = []
     with Network() as network:
         hosts = {name: network.host(name, RATE_MBIT) for name in ("hub", "reader", *HOLDERS)}
-        with hub(
-            "--log-level",
-            "warning",
-            "--retain",
-            "0",
-            prefix=hosts["hub"].command,
-            bind=f"tcp://{hosts['hub'].address}:7077",
-        ) as (
-            address,
-            _,
-        ):
+        with hub_on(hosts["hub"].command, hosts["hub"].address) as (address, _):
             for transport in transports:
                 why = why_unloadable(transport)
                 if why:

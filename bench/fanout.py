@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import Row, hub, limit, parser_of, report, skipped
+from common import Row, hub_on, limit, parser_of, report, skipped
 from content import digest, make
 from netns import Host, Network, sent_and_received_bytes, why_unavailable
 from remote import Remote
@@ -231,17 +231,7 @@ def measure(transports: Sequence[str], rounds: int, most_readers: int) -> list[R
         most = max([BASELINE_READERS + 2, *(max(READERS.get(name, (1, 8))) for name in loadable)])
         names = ["hub", "publisher", *(f"reader{number}" for number in range(most))]
         hosts = {name: network.host(name, RATE_MBIT) for name in names}
-        with hub(
-            "--log-level",
-            "warning",
-            "--retain",
-            "0",
-            prefix=hosts["hub"].command,
-            bind=f"tcp://{hosts['hub'].address}:7077",
-        ) as (
-            address,
-            _,
-        ):
+        with hub_on(hosts["hub"].command, hosts["hub"].address) as (address, _):
             for number, transport in enumerate(loadable):
                 counts = [count for count in READERS.get(transport, (1, 8)) if count <= most_readers]
                 with fleet(hosts, address, transport, max(*counts, BASELINE_READERS + 2)) as crew:
