@@ -1,0 +1,134 @@
+"""What depends on the version of Megatron: where parameters lie in global tensors, what a model is made of.
+
+Written for megatron-core 0.16. Megatron is imported inside functions only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tensorhub_core.errors import RegistrationError
+from tensorhub_megatron.names import Chunk, ModelDims
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Place:
+    """A part of a global tensor: `prepended` of its axes are not the local tensor's, where it begins at `local`."""
+
+    key: str
+    chunk: Chunk
+    prepended: int
+    local: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter: its name in the model chunk, what to register (itself, or a view of it), what that holds."""
+
+    name: str
+    parameter: torch.Tensor
+    tensor: torch.Tensor
+    places: tuple[Place, ...]
+
+
+def unwrap(chunk: Any) -> Any:
+    """Return the model inside of DistributedDataParallel, Float16Module and the like."""
+    while hasattr(chunk, "module") and not hasattr(chunk, "decoder"):
+        chunk = chunk.module
+    return chunk
+
+
+def is_tied(model: Any) -> bool:
+    """Tell whether the output layer uses the embedding's weights."""
+    return bool(getattr(model, "share_embeddings_and_output_weights", False))
+
+
+def model_dims(config: Any, vocab: int | None, model_type: str) -> ModelDims:
+    """Return the dimensions that a TransformerConfig states."""
+    heads = int(config.num_attention_heads)
+    return ModelDims(
+        heads=heads,
+        groups=int(config.num_query_groups or heads),
+        head_dim=int(config.kv_channels or config.hidden_size // heads),
+        vocab=vocab,
+        gated=bool(config.gated_linear_unit),
+        model_type=model_type,
+    )
+
+
+def entries(model: Any) -> list[Entry]:
+    """Return where every parameter of a model chunk lies in Megatron's global tensors; nothing is copied.
+
+    Raises RegistrationError naming parameters of which Megatron does not tell where they lie.
+    """
+    found = [entry for name, value in _flat(model.sharded_state_dict()) for entry in _entry(model, name, value)]
+    placed = {id(entry.parameter) for entry in found}
+    lost = [name for name, parameter in model.named_parameters() if id(parameter) not in placed]
+    if lost:
+        raise RegistrationError(
+            "Megatron's sharded_state_dict() does not say where these parameters lie: " + ", ".join(lost)
+        )
+    return found
+
+
+def _flat(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _flat(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(state, list | tuple):
+        for number, value in enumerate(state):
+            yield from _flat(value, f"{name}.{number}")
+    else:
+        yield name, state
+
+
+def _entry(model: Any, name: str, value: Any) -> Iterator[Entry]:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    if isinstance(value, ShardedTensor) and value.data is not None:
+        origin = (0,) * value.data.dim()
+        yield Entry(name, value.data, value.data, (_place(value, origin),))
+    elif isinstance(value, ShardedTensorFactory) and value.data is not None:
+        yield from _factory_entry(model, name, value)
+
+
+def _factory_entry(model: Any, name: str, factory: Any) -> Iterator[Entry]:
+    """Let the factory divide a tensor without memory: what it makes of the real one might be a copy."""
+    import torch
+
+    parameter = factory.data
+    tensor = _experts_view(model, name, parameter)
+    ghost = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    rows = 0
+    places = []
+    for _, part in _flat(replace(factory, data=ghost).build()):
+        if not hasattr(part, "global_offset"):
+            continue
+        axis = tensor.dim() - 2 if tensor.dim() > 1 else 0
+        local = tuple(rows if number == axis else 0 for number in range(tensor.dim()))
+        places.append(_place(part, local))
+        rows += part.local_shape[axis]
+    yield Entry(name, parameter, tensor, tuple(places))
+
+
+def _experts_view(model: Any, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the experts [experts, rows, columns] of a GroupedMLP's parameter, which stores them transposed."""
+    stem, _, last = name.rpartition(".")
+    if last not in ("weight1", "weight2"):
+        return parameter
+    experts = model.get_submodule(stem)
+    hidden, count = experts.config.hidden_size, experts.num_local_experts
+    shape = (count, hidden, -1) if last == "weight1" else (count, -1, hidden)
+    return parameter.detach().view(shape).transpose(-1, -2)
+
+
+def _place(value: Any, local: tuple[int, ...]) -> Place:
+    prepended = int(value.prepend_axis_num)
+    shape = (*(1 for _ in range(prepended)), *value.local_shape)
+    chunk = Chunk(tuple(value.global_shape), tuple(value.global_offset), tuple(map(int, shape)))
+    return Place(value.key, chunk, prepended, local)

@@ -1,0 +1,103 @@
+"""Describe the live parameters of a Megatron model as boxes of Hugging Face tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tensorhub_core.errors import RegistrationError
+from tensorhub_core.layout.types import Box
+from tensorhub_megatron import compat
+from tensorhub_megatron.hf_config import read_hf_config, value_of
+from tensorhub_megatron.names import EMBEDDING, LM_HEAD, OUTPUT_LAYER, ModelDims, boxes_of, parse_key
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Described:
+    """What one rank registers: `worker.register(described.tensors, described.boxes)`.
+
+    `tensors` are the model's own parameters by physical name, or views of them, never copies; `boxes` say which regions
+    of Hugging Face tensors they hold. `parameters` has the parameter behind each of them. Names are unique on a
+    rank and the same at every call.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    boxes: dict[str, tuple[Box, ...]]
+    parameters: dict[str, torch.Tensor]
+
+    def moved(self) -> list[str]:
+        """Return the names whose parameter no longer has the memory that is registered."""
+        return [name for name, tensor in self.tensors.items() if self.parameters[name].data_ptr() != tensor.data_ptr()]
+
+
+def describe(
+    model_chunks: Any, hf_config: Any = None, *, extra_names: Mapping[str, str | None] | None = None
+) -> Described:
+    """Describe the parameters of one rank as boxes in the coordinates of Hugging Face tensors; nothing is copied.
+
+    `model_chunks`: the model or list of models that `get_model()` made, wrapped or not; call it after
+    DistributedDataParallel and the optimizer are there, on every rank. `hf_config`: the transformers config, a
+    mapping, or a folder with `config.json`: tells names and the vocabulary's true size, and is compared with the
+    trainer's configuration. Without it names are those of Llama and Qwen, and the padding of the vocabulary is
+    published as words unless the trainer's configuration states `vocab_size`. `extra_names` maps Megatron keys
+    that are not known (the error names them) to Hugging Face names, or to None to leave a tensor out. Raises
+    RegistrationError naming all parameters that cannot be described, or all differences between the configurations.
+    """
+    chunks = model_chunks if isinstance(model_chunks, Sequence) else [model_chunks]
+    models = [compat.unwrap(chunk) for chunk in chunks]
+    config = read_hf_config(hf_config)
+    vocab = value_of(config, "vocab_size") or getattr(models[0].config, "vocab_size", None)
+    dims = compat.model_dims(models[0].config, vocab, str(config.get("model_type") or ""))
+    found = Described({}, {}, {})
+    unknown: dict[str, None] = {}
+    for number, model in enumerate(models):
+        prefix = f"chunk{number}." if len(models) > 1 else ""
+        for entry in compat.entries(model):
+            entry = replace(entry, name=prefix + entry.name)
+            unknown.update(dict.fromkeys(_add(found, entry, dims, compat.is_tied(model), extra_names)))
+    if unknown:
+        raise RegistrationError(
+            "these Megatron parameters have no known Hugging Face name: " + ", ".join(unknown) + "; give "
+            "extra_names={key: name} with the name of each, or None to leave it out"
+        )
+    return found
+
+
+def _add(
+    found: Described, entry: compat.Entry, dims: ModelDims, tied: bool, extra_names: Mapping[str, str | None] | None
+) -> list[str]:
+    """Add one parameter; return the keys that are not known."""
+    boxes: list[Box] = []
+    unknown: list[str] = []
+    for place in entry.places:
+        part = boxes_of(place.key, place.chunk, dims, extra_names)
+        if part is None:
+            unknown.append(parse_key(place.key).template)
+        boxes.extend(_localised(box, place) for box in part or ())
+    if unknown or not boxes:
+        return unknown
+    _put(found, entry.name, entry, boxes)
+    if tied and entry.places[0].key in (EMBEDDING, OUTPUT_LAYER):
+        # Engines that do not tie them ask for both.
+        _put(found, f"{entry.name}@{LM_HEAD}", entry, [_renamed(box) for box in boxes])
+    return []
+
+
+def _put(found: Described, name: str, entry: compat.Entry, boxes: Sequence[Box]) -> None:
+    found.tensors[name] = entry.tensor
+    found.parameters[name] = entry.parameter
+    found.boxes[name] = tuple(boxes)
+
+
+def _localised(box: Box, place: compat.Place) -> Box:
+    """Move a box from the axes of its chunk to those of the local tensor."""
+    own = box.local_offset[place.prepended :]
+    return Box(box.logical, box.offset, box.shape, tuple(a + b for a, b in zip(own, place.local, strict=True)))
+
+
+def _renamed(box: Box) -> Box:
+    return Box(LM_HEAD, box.offset, box.shape, box.local_offset)
