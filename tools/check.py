@@ -1,30 +1,37 @@
-"""Run the checks of this repository, one phase after the other, and say at the end which failed.
+"""Run the checks of this repository, and say at the end which failed.
 
     python -m tools.check                 every phase
     python -m tools.check mypy unit       some of them
 
-A failing phase does not keep the later ones from running; the exit code is 1 if any failed.
+Phases of one lane run one after the other, the lanes side by side: engines and processes wait more than they compute.
+A failing phase does not keep the others from running; the exit code is 1 if any failed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ".venv/bin"
 VLLM = ".envs/vllm/bin"
+MEGATRON = ".envs/megatron/bin"
 RESULTS = ROOT / ".work" / "results"
+POLL_S = 0.1
 
 ALONE = ("tests/processes", "tests/transport", "tests/readme", "tests/engines", "tests/walk")
-"""Tests with real processes and engines, which run one at a time, and the exhaustive walk: phases of their own."""
+"""Tests with real processes and engines, and the exhaustive walk: phases of their own."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +42,11 @@ class Phase:
     command: tuple[str, ...]
     limit_s: float
     tests: bool = False
+    lane: str = "core"
 
 
-def _pytest(name: str, python: str, *arguments: str, limit_s: float) -> Phase:
-    return Phase(name, (python, "-m", "pytest", "-q", "--durations=5", *arguments), limit_s, tests=True)
+def _pytest(name: str, python: str, *arguments: str, limit_s: float, lane: str = "core") -> Phase:
+    return Phase(name, (python, "-m", "pytest", "-q", "--durations=5", *arguments), limit_s, tests=True, lane=lane)
 
 
 PHASES = (
@@ -46,15 +54,15 @@ PHASES = (
     Phase("format", (f"{CORE}/ruff", "format", "--check", "."), 120),
     Phase("mypy", (f"{CORE}/mypy",), 600),
     Phase("imports", (f"{CORE}/lint-imports", "--cache-dir", ".work/imports"), 300),
-    _pytest("unit", f"{CORE}/python", "-n", "2", "tests", *(f"--ignore={path}" for path in ALONE), limit_s=900),
+    _pytest("unit", f"{CORE}/python", "-n", "2", "tests", *(f"--ignore={path}" for path in ALONE), limit_s=1200),
     _pytest("walk", f"{CORE}/python", "-n", "2", "tests/walk", limit_s=900),
     _pytest(
         *("processes", f"{CORE}/python", "-n", "2", "--dist", "loadfile", "tests/processes", "tests/transport"),
         limit_s=1500,
     ),
     _pytest("readme", f"{CORE}/python", "tests/readme", limit_s=300),
-    _pytest("vllm", f"{VLLM}/python", "tests/engines/vllm", limit_s=1500),
-    Phase("demo-quick", (f"{VLLM}/python", "demo/run.py", "--quick"), 600),
+    _pytest("vllm", f"{VLLM}/python", "tests/engines/vllm", limit_s=1500, lane="engines"),
+    Phase("demo-quick", (f"{VLLM}/python", "demo/run.py", "--quick"), 600, lane="engines"),
 )
 
 
@@ -70,45 +78,66 @@ class Outcome:
     why: str
 
 
-def run_phase(phase: Phase) -> Outcome:
-    """Run one phase in the repository's root; its output goes straight to the terminal."""
-    print(f"\n=== {phase.name}: {' '.join(phase.command)}", flush=True)
-    report = RESULTS / f"{phase.name}.xml"
-    report.unlink(missing_ok=True)
-    command = [str(ROOT / phase.command[0]), *phase.command[1:]]
-    if phase.tests:
-        command.append(f"--junitxml={report}")
-    started = time.monotonic()
-    why = _run(command, phase.limit_s)
-    took_s = time.monotonic() - started
-    passed, failed, skipped = _count(report) if phase.tests else (int(not why), int(bool(why)), 0)
-    if phase.tests and not why and passed == 0:
-        why = "no test ran"
-    return Outcome(phase, passed, max(failed, int(bool(why))), skipped, took_s, why)
+class Running:
+    """A phase that runs, in a process group of its own; with `log` its output goes there, else to the terminal."""
 
+    def __init__(self, phase: Phase, log: Path | None = None) -> None:
+        self.phase, self._log = phase, log
+        self._report = RESULTS / f"{phase.name}.xml"
+        self._report.unlink(missing_ok=True)
+        self._started_s = time.monotonic()
+        self._why, self._process = "", None
+        said = f" (its output comes at its end, and goes to {os.path.relpath(log)})" if log else ""
+        print(f"\n=== {phase.name}: {' '.join(phase.command)}{said}", flush=True)
+        command = [str(ROOT / phase.command[0]), *phase.command[1:]]
+        if phase.tests:
+            command.append(f"--junitxml={self._report}")
+        with log.open("wb") if log else contextlib.nullcontext() as output:
+            self._process = self._start(command, output)
 
-def _run(command: list[str], limit_s: float) -> str:
-    """Run a command in a process group of its own; return why it failed, or an empty string."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TENSORHUB_")}
-    environment.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", OMP_NUM_THREADS="1", TORCH_COMPILE_DISABLE="1")
-    try:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
-    except OSError as error:
-        return f"could not start: {error}"
-    try:
-        code = process.wait(timeout=limit_s)
-        return "" if code == 0 else f"exit code {code}"
-    except subprocess.TimeoutExpired:
-        return f"not done after {limit_s:.0f} s"
-    finally:
-        _end_group(process)
+    def _start(self, command: list[str], output: IO[bytes] | None) -> subprocess.Popen[bytes] | None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TENSORHUB_")}
+        environment.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", OMP_NUM_THREADS="1", TORCH_COMPILE_DISABLE="1")
+        errors = subprocess.STDOUT if output else None
+        try:
+            return subprocess.Popen(
+                command, cwd=ROOT, env=environment, start_new_session=True, stdout=output, stderr=errors
+            )
+        except OSError as error:
+            self._why = f"could not start: {error}"
+            return None
 
+    def outcome(self) -> Outcome | None:
+        """Return what it came to, or None as long as it runs; ends it at its limit."""
+        took_s = time.monotonic() - self._started_s
+        if self._process is not None:
+            code = self._process.poll()
+            if code is None and took_s < self.phase.limit_s:
+                return None
+            self._why = (
+                f"not done after {self.phase.limit_s:.0f} s" if code is None else f"exit code {code}" * bool(code)
+            )
+            self.end()
+        if self._log is not None and self._log.exists():
+            print(f"\n=== {self.phase.name}: its output", flush=True)
+            with self._log.open("rb") as log:
+                shutil.copyfileobj(log, sys.stdout.buffer)
+            sys.stdout.flush()
+        return self._judge(took_s)
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End what the command left running in its group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    def _judge(self, took_s: float) -> Outcome:
+        why, tests = self._why, self.phase.tests
+        passed, failed, skipped = _count(self._report) if tests else (int(not why), int(bool(why)), 0)
+        if tests and not why and passed == 0:
+            why = "no test ran"
+        return Outcome(self.phase, passed, max(failed, int(bool(why))), skipped, took_s, why)
+
+    def end(self) -> None:
+        """End it with all that it left running in its group."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 def _count(report: Path) -> tuple[int, int, int]:
@@ -122,6 +151,33 @@ def _count(report: Path) -> tuple[int, int, int]:
     return max(0, total - failures - errors - skipped), failures + errors, skipped
 
 
+def run(phases: Sequence[Phase]) -> list[Outcome]:
+    """Run phases in the repository's root, lanes side by side; returns the outcomes in the order of the phases.
+
+    With one lane, output goes straight to the terminal; with several, a phase's whole output comes when it ends.
+    """
+    lanes: dict[str, deque[Phase]] = {}
+    for phase in phases:
+        lanes.setdefault(phase.lane, deque()).append(phase)
+    running: dict[str, Running] = {}
+    outcomes: dict[str, Outcome] = {}
+    try:
+        while len(outcomes) < len(phases):
+            for lane, waiting in lanes.items():
+                if lane not in running and waiting:
+                    phase = waiting.popleft()
+                    running[lane] = Running(phase, RESULTS / f"{phase.name}.log" if len(lanes) > 1 else None)
+                outcome = running[lane].outcome() if lane in running else None
+                if outcome is not None:
+                    del running[lane]
+                    outcomes[outcome.phase.name] = outcome
+            time.sleep(POLL_S)
+    finally:
+        for each in running.values():
+            each.end()
+    return [outcomes[phase.name] for phase in phases]
+
+
 def main(names: list[str]) -> int:
     """Run the named phases, or all; returns the exit code."""
     known = {phase.name: phase for phase in PHASES}
@@ -129,9 +185,10 @@ def main(names: list[str]) -> int:
     if unknown:
         print(f"unknown phase {unknown[0]!r}; there are: {', '.join(known)}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the phase is ended too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the phases are ended too
     RESULTS.mkdir(parents=True, exist_ok=True)
-    outcomes = [run_phase(phase) for phase in PHASES if not names or phase.name in names]
+    started_s = time.monotonic()
+    outcomes = run([phase for phase in PHASES if not names or phase.name in names])
     print("\n=== summary")
     for outcome in outcomes:
         verdict = f"FAILED ({outcome.why})" if outcome.why else "ok"
@@ -140,6 +197,7 @@ def main(names: list[str]) -> int:
     passed, failed, skipped = (
         sum(getattr(outcome, key) for outcome in outcomes) for key in ("passed", "failed", "skipped")
     )
+    print(f"{time.monotonic() - started_s:.0f} s in all", flush=True)
     print(f"{passed} passed, {failed} failed, {skipped} skipped", flush=True)
     return 1 if failed else 0
 

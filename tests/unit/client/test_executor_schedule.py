@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tensorhub_core.client.reading import Destination, SourceAccess
 from tensorhub_core.client.transfers import Part, Schedule
 from tensorhub_core.layout.canonical import build_layout
-from tensorhub_core.layout.read_plan import ReadPlan
 from tensorhub_core.layout.segments import SegmentTable
+from tests.unit.client.reading_world import plan_of
 
 LAYOUT = build_layout([], [], shard=0, num_shards=1)
 LOCAL, REMOTE = 1_000_000, 5_000_000
@@ -45,7 +45,7 @@ def cases(draw: st.DrawFn) -> Case:
     """Draw a plan over two sources with adjacent and scattered reads, direct and staged, on two devices."""
     count = draw(st.integers(1, 30))
     raw = draw(st.booleans())
-    lengths = draw(st.lists(st.integers(1, 300), min_size=count, max_size=count))
+    lengths = draw(st.lists(st.integers(1, 60), min_size=count, max_size=count))
     gaps = draw(st.lists(st.sampled_from([0, 0, 0, 7]), min_size=3 * count, max_size=3 * count))
     source = np.array(draw(st.lists(st.integers(0, 1), min_size=count, max_size=count)), np.int32) * (not raw)
     direct = np.array(draw(st.lists(st.booleans(), min_size=count, max_size=count)), np.bool_) | raw
@@ -55,7 +55,7 @@ def cases(draw: st.DrawFn) -> Case:
     local = LOCAL + ends - lengths + np.cumsum(gaps[:count])
     each = np.arange(count, dtype=np.int32)
     zeros = np.zeros(count, np.uint64)
-    plan = ReadPlan(raw, source.astype(np.int32), each, u64(lengths), direct, each, zeros, {}, int(ends[-1]))
+    plan = plan_of(raw, source.astype(np.int32), each, u64(lengths), direct, each, zeros, {}, int(ends[-1]))
     table = SegmentTable(each, zeros, u64(lengths), np.arange(count + 1))
     devices = ["cuda:0" if gpu else "cpu" for gpu in on_gpu]
     sources = []
@@ -72,7 +72,7 @@ def cut_all(case: Case, most_bytes: int, most_runs: int) -> list[tuple[int, Part
     parts, at, offset, taker, schedule = [], 0, 0, 0, case.schedule
     while at < len(schedule):
         taker = taker if offset else case.taker(at)
-        part = schedule.cut(taker, at, len(schedule), offset, most_bytes, most_runs)
+        part = schedule.next_part(taker, at, len(schedule), offset, most_bytes, most_runs)
         parts.append((taker, part))
         whole = int(schedule.length_bytes[part.begin : part.end].sum())
         offset = part.offset_bytes + part.length_bytes if part.length_bytes < whole else 0
@@ -82,7 +82,7 @@ def cut_all(case: Case, most_bytes: int, most_runs: int) -> list[tuple[int, Part
 
 
 @settings(max_examples=300, deadline=None)
-@given(cases(), st.integers(1, 1000), st.integers(1, 8))
+@given(cases(), st.integers(1, 200), st.integers(1, 8))
 def test_batches_cover_everything_once_in_order_and_keep_their_bounds(
     case: Case, most_bytes: int, most_runs: int
 ) -> None:
@@ -154,14 +154,14 @@ def test_neighbours_are_one_run() -> None:
     each = np.arange(count, dtype=np.int32)
     lengths = u64([64] * count)
     zeros = np.zeros(count, np.uint64)
-    plan = ReadPlan(True, np.zeros(count, np.int32), each, lengths, np.ones(count, np.bool_), each, zeros, {}, 64_000)
+    plan = plan_of(True, np.zeros(count, np.int32), each, lengths, np.ones(count, np.bool_), each, zeros, {}, 64_000)
     table = SegmentTable(each, zeros, lengths, np.arange(count + 1))
     addresses = u64([64 * at for at in range(count)])
     cpu = ("cpu",) * count
     source = SourceAccess("l", "r", b"", LAYOUT, table, addresses + np.uint64(REMOTE), cpu, zeros, count)
     destination = Destination(LAYOUT, table, addresses + np.uint64(LOCAL), cpu, [None] * count)
     schedule = Schedule(plan, [source], destination, np.zeros(count, np.bool_))
-    part = schedule.cut(0, 0, count, 0, 1 << 20, 256)
+    part = schedule.next_part(0, 0, count, 0, 1 << 20, 256)
     assert part == Part(0, count, 0, 64_000)
     runs = schedule.runs(0, part)
     assert (runs.local.tolist(), runs.remote.tolist(), runs.length_bytes.tolist()) == ([LOCAL], [REMOTE], [64_000])
@@ -171,7 +171,7 @@ def test_neighbours_are_one_run() -> None:
 def test_plans_of_nothing_and_of_one_read(count: int) -> None:
     each = np.arange(count, dtype=np.int32)
     zeros = np.zeros(count, np.uint64)
-    plan = ReadPlan(True, each, each, u64([5] * count), np.ones(count, np.bool_), each, zeros, {}, 5 * count)
+    plan = plan_of(True, each, each, u64([5] * count), np.ones(count, np.bool_), each, zeros, {}, 5 * count)
     table = SegmentTable(each, zeros, u64([5] * count), np.arange(count + 1))
     source = SourceAccess("l", "r", b"", LAYOUT, table, zeros, ("cpu",) * count, zeros, count)
     destination = Destination(LAYOUT, table, zeros, ("cpu",) * count, [None] * count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,21 @@ def python(program: str, *, limit_s: float = 30, tests: bool = False) -> Phase:
     return Phase("phase", (sys.executable, "-c", program), limit_s, tests=tests)
 
 
+def ran(phase: Phase) -> check.Outcome:
+    return check.run([phase])[0]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_gone(process: int) -> bool:
+    return not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+
+
 def pytest_phase(folder: Path, source: str) -> Phase:
     (folder / "test_it.py").write_text(source)
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", str(folder))
@@ -31,12 +47,12 @@ def pytest_phase(folder: Path, source: str) -> Phase:
 
 
 def test_a_command_counts_as_one_check() -> None:
-    assert (lambda o: (o.passed, o.failed, o.why))(check.run_phase(python("pass"))) == (1, 0, "")
-    assert (lambda o: (o.passed, o.failed, o.why))(check.run_phase(python("exit(3)"))) == (0, 1, "exit code 3")
+    assert (lambda o: (o.passed, o.failed, o.why))(ran(python("pass"))) == (1, 0, "")
+    assert (lambda o: (o.passed, o.failed, o.why))(ran(python("exit(3)"))) == (0, 1, "exit code 3")
 
 
 def test_a_command_that_does_not_exist_fails() -> None:
-    outcome = check.run_phase(Phase("phase", ("no/such/program",), 30))
+    outcome = ran(Phase("phase", ("no/such/program",), 30))
     assert outcome.failed == 1
     assert outcome.why.startswith("could not start")
 
@@ -46,19 +62,19 @@ def test_tests_are_counted(tmp_path: Path) -> None:
         "import pytest\ndef test_a(): pass\ndef test_b(): pass\ndef test_c(): assert 0\n"
         "@pytest.mark.skip\ndef test_d(): pass\n@pytest.fixture\ndef f(): assert 0\ndef test_e(f): pass\n"
     )
-    outcome = check.run_phase(pytest_phase(tmp_path, source))
+    outcome = ran(pytest_phase(tmp_path, source))
     assert (outcome.passed, outcome.failed, outcome.skipped, outcome.why) == (2, 2, 1, "exit code 1")
 
 
 @pytest.mark.parametrize("source", ["", "import pytest\n@pytest.mark.skip\ndef test_a(): pass\n"])
 def test_a_phase_without_a_passing_test_fails(tmp_path: Path, source: str) -> None:
-    outcome = check.run_phase(pytest_phase(tmp_path, source))
+    outcome = ran(pytest_phase(tmp_path, source))
     assert outcome.failed == 1
     assert outcome.why
 
 
 def test_a_crash_after_passing_tests_fails() -> None:
-    outcome = check.run_phase(python("import os; os._exit(139)", tests=True))
+    outcome = ran(python("import os; os._exit(139)", tests=True))
     assert (outcome.passed, outcome.failed) == (0, 1)
 
 
@@ -67,19 +83,16 @@ def test_a_phase_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> None
         "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'])\n"
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\nchild.wait()"
     )
-    outcome = check.run_phase(python(program, limit_s=3))
+    outcome = ran(python(program, limit_s=3))
     assert outcome.why == "not done after 3 s"
     child = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 10
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: is_gone(child))
 
 
 def test_settings_of_the_user_do_not_reach_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORHUB_SERVER", "tcp://10.0.0.1:1")
     program = "import os; exit(any(name.startswith('TENSORHUB_') for name in os.environ))"
-    assert check.run_phase(python(program)).why == ""
+    assert ran(python(program)).why == ""
 
 
 def test_one_failing_phase_fails_the_run_and_the_others_still_run(
@@ -97,22 +110,56 @@ def test_one_failing_phase_fails_the_run_and_the_others_still_run(
     assert check.main(["fourth"]) == 2
 
 
-def test_a_run_that_is_terminated_ends_its_phase(tmp_path: Path) -> None:
-    sleeper = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
+def test_lanes_run_side_by_side_and_the_phases_of_one_in_order(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each phase waits for what the other lane's has said, and the third for what the first has left."""
+    said = (
+        "import pathlib, sys, time\nfolder, mine, other = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]\n"
+        "print('begin', mine, flush=True)\n(folder / mine).touch()\nend = time.monotonic() + 20\n"
+        "while not (folder / other).exists():\n    assert time.monotonic() < end\n    time.sleep(0.01)\n"
+        "print('end', mine, file=sys.stderr)\n"
+    )
+
+    def phase(mine: str, other: str, lane: str) -> Phase:
+        return Phase(mine, (sys.executable, "-c", said, str(tmp_path), mine, other), 30, lane=lane)
+
+    phases = [phase("one", "two", "core"), phase("two", "one", "engines"), phase("three", "one", "core")]
+    assert [(o.phase.name, o.why) for o in check.run(phases)] == [("one", ""), ("two", ""), ("three", "")]
+    lines = capfd.readouterr().out.splitlines()
+    for name in ("one", "two", "three"):
+        at = lines.index(f"begin {name}")
+        assert lines[at - 1 : at + 2] == [f"=== {name}: its output", f"begin {name}", f"end {name}"]
+    assert lines.index("begin one") < lines.index("begin three")
+
+
+def test_a_failure_in_one_lane_stops_no_other(tmp_path: Path) -> None:
+    phases = [
+        Phase("gone", ("no/such/program",), 30),
+        Phase("slow", (sys.executable, "-c", "import time; time.sleep(60)"), 0.5, lane="engines"),
+        python("pass"),
+    ]
+    outcomes = check.run(phases)
+    assert [(o.failed, o.why.split(" ")[0]) for o in outcomes] == [(1, "could"), (1, "not"), (0, "")]
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_run_that_is_terminated_ends_its_phases(tmp_path: Path, lanes: int) -> None:
+    sleeper = (
+        "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); "
+        "pathlib.Path(sys.argv[1]).rename(sys.argv[1] + '.pid'); time.sleep(300)"
+    )
     program = (
         "import sys\nfrom pathlib import Path\nfrom tools import check\n"
-        f"check.RESULTS = Path({str(tmp_path)!r})\n"
-        f"check.PHASES = (check.Phase('p', (sys.executable, '-c', {sleeper!r}), 300),)\n"
+        f"check.RESULTS = folder = Path({str(tmp_path)!r})\n"
+        f"command = (sys.executable, '-c', {sleeper!r})\n"
+        f"check.PHASES = tuple(check.Phase(f'p{{n}}', (*command, str(folder / f'{{n}}')), 300, lane=str(n)) "
+        f"for n in range({lanes}))\n"
         "check.main([])\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-u", "-c", program], stdout=subprocess.PIPE, text=True, cwd=check.ROOT
-    ) as run:
-        assert run.stdout is not None
-        child = next(int(line) for line in run.stdout if line.strip().isdigit())
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL, cwd=check.ROOT) as run:
+        files = [tmp_path / f"{number}.pid" for number in range(lanes)]
+        until(lambda: all(file.exists() for file in files))
         run.terminate()
         assert run.wait(timeout=30) == 143
-    deadline = time.monotonic() + 10
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: all(is_gone(int(file.read_text())) for file in files))
