@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tensorhub_core.client.device import fill_device
 from tensorhub_core.client.driver import ProgressCallback, RoundDriver, RoundParts
@@ -89,6 +90,9 @@ class LocalCopy:
         start_thread(threading.Thread(target=self._lead, name="tensorhub-install", daemon=True))
 
     def advance(self, lease: str, prefix: int) -> None:
+        """Do nothing: there is no source."""
+
+    def know(self, lease: str, first: int, sums: NDArray[np.uint64]) -> None:
         """Do nothing: there is no source."""
 
     def fail(self, lease: str, reason: str, kind: str = "lost") -> None:

@@ -187,14 +187,12 @@ class Pump:
         staged = bool(self._schedule.staged[begin])
         if staged:
             room = min(room, self._staging.slot_bytes)
-        part = self._schedule.cut(lane.source, begin, end, offset, room, MOST_RUNS)
-        allowed = self._job.allowed(lane.source)
-        if allowed < lane.segments:
-            beyond = self._schedule.segment[part.begin : part.end] >= allowed
-            readable = int(beyond.argmax()) if beyond.any() else len(beyond)
+        part = self._schedule.next_part(lane.source, begin, end, offset, room, MOST_RUNS)
+        readable = self._job.readable(lane.source, part.begin, part.end)
+        if readable < part.end - part.begin:
             if not readable:
                 return None
-            part = self._schedule.cut(lane.source, begin, begin + readable, offset, room, MOST_RUNS)
+            part = self._schedule.next_part(lane.source, begin, begin + readable, offset, room, MOST_RUNS)
         if not offset and not self._is_worthwhile(lane, part):
             return None
         if staged and lane.slot < 0:

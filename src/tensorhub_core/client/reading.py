@@ -92,6 +92,13 @@ class ReadHandle(Protocol):
     def advance(self, lease: str, prefix: int) -> None:
         """Allow reading up to `prefix` segments of the source."""
 
+    def know(self, lease: str, first: int, sums: NDArray[np.uint64]) -> None:
+        """Hear the checksums, u64 [n], of cuts `first .. first + n` of a source, numbered as in `ReadPlan.cuts_of`.
+
+        A cut is read only when its checksum is known, unless it is not compared (`verify`). Unknown leases are ignored,
+        and so are numbers beyond the last cut. What was heard once stays.
+        """
+
     def fail(self, lease: str, reason: str, kind: str = "lost") -> None:
         """Stop reading a source that the server says is lost, or too slow; the job ends SOURCE_FAILED of this kind."""
 

@@ -51,6 +51,14 @@ class ReadJob:
                     self._allowed[number] = max(self._allowed[number], prefix)
             self.changed.notify_all()
 
+    def know(self, lease: str, first: int, sums: NDArray[np.uint64]) -> None:
+        """Hear the checksums of some cuts of the source."""
+        with self.changed:
+            for number, source in enumerate(self.sources):
+                if source.lease == lease and first >= 0:
+                    self.checker.know(number, first, sums)
+            self.changed.notify_all()
+
     def fail(self, lease: str, reason: str, kind: str = "lost") -> None:
         """Stop reading a source that the server says is lost, or too slow."""
         with self.changed:
@@ -83,6 +91,17 @@ class ReadJob:
         """Return how many segments of a source may be read now."""
         with self.changed:
             return self._allowed[source]
+
+    def readable(self, source: int, begin: int, end: int) -> int:
+        """Return how many of the first of some reads of the schedule may be posted to a source now.
+
+        The source has them, and their checksums are known as far as they are to be compared.
+        """
+        with self.changed:
+            late = self.checker.unknown[begin:end]
+            if self._allowed[source] < len(self.sources[source].sums):
+                late = late | (self.schedule.segment[begin:end] >= self._allowed[source])
+            return int(late.argmax()) if late.any() else end - begin
 
     def lost(self) -> tuple[int, str, str] | None:
         """Return a source that `fail` named, the kind of its failure, and why."""

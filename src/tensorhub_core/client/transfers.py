@@ -58,6 +58,7 @@ class Schedule:
         self.read: NDArray[np.int64] = np.flatnonzero(~verified)
         self.source = plan.source[self.read]
         self.segment = plan.segment[self.read]
+        self.cut = plan.cut[self.read]
         self.length_bytes: NDArray[np.int64] = plan.length_bytes[self.read].astype(np.int64)
         self.staged: NDArray[np.bool_] = ~plan.direct[self.read]
         storage = plan.storage[self.read]
@@ -93,7 +94,7 @@ class Schedule:
         """Return the length of reads `begin..end`."""
         return self._total_list[end] - self._total_list[begin]
 
-    def cut(self, source: int, begin: int, end: int, offset_bytes: int, most_bytes: int, most_runs: int) -> Part:
+    def next_part(self, source: int, begin: int, end: int, offset_bytes: int, most_bytes: int, most_runs: int) -> Part:
         """Return the next batch of reads `begin..end`, of which `offset_bytes` of the first are posted already."""
         length = self.bytes_of(begin, begin + 1)
         if offset_bytes or length > most_bytes:

@@ -77,11 +77,31 @@ class Checker:
         self._sums = {source.layout.checksum: host_sums(source.layout.checksum) for source in sources}
         self._buffers = [buffer for buffer in destination.buffers if buffer is not None]
         self._expected: NDArray[np.uint64] = np.zeros(len(schedule), np.uint64)
+        self.unknown: NDArray[np.bool_] = schedule.cut >= 0
+        """Which reads of the schedule cannot be compared yet: their checksums are not known."""
+        self._reads_of_cuts: list[NDArray[np.int64]] = []
+        """By source: the read of the schedule of each of its cuts, -1 where there is none; i64 [cuts of the source]."""
+        index_of: NDArray[np.int64] = np.full(len(plan), -1, np.int64)
+        index_of[schedule.read] = np.arange(len(schedule))
         for number, source in enumerate(sources):
-            mine = schedule.source == number
+            mine = (schedule.source == number) & ~self.unknown
             self._expected[mine] = source.sums[schedule.segment[mine]]
+            self._reads_of_cuts.append(index_of[(plan.source == number) & (plan.cut >= 0)])
+        if chosen is not None:
+            self.unknown &= chosen
         if devices is None and len(self._buffers) < len(destination.buffers):
             raise TransportError("memory that is not the CPU's can only be filled with something that works on it")
+
+    def know(self, source: int, first: int, sums: NDArray[np.uint64]) -> None:
+        """Take the checksums of some of a source's cuts, numbered from `first` on; the first word about each counts.
+
+        A read must not be posted before this call has returned.
+        """
+        reads = self._reads_of_cuts[source][first : first + len(sums)]
+        wanted = np.flatnonzero(reads >= 0)
+        wanted = wanted[self.unknown[reads[wanted]]]
+        self._expected[reads[wanted]] = sums[wanted]
+        self.unknown[reads[wanted]] = False
 
     def check(self, landed: Landed) -> Checked:
         """Compare checksums, and scatter what is staged and right."""

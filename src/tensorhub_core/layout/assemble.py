@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorhub_core.errors import LayoutMismatch
+from tensorhub_core.layout.cuts import no_cuts
 from tensorhub_core.layout.dtypes import dtype_bytes
 from tensorhub_core.layout.pieces import Piece, SourceTables, covers_source, fully_inside, lattice, touched
 from tensorhub_core.layout.read_plan import ReadPlan
@@ -54,6 +55,8 @@ def assemble(pieces: Sequence[Piece], tables: SourceTables) -> ReadPlan:
         offset_bytes=landings[_OFFSET, first].astype(np.uint64),
         scatters=_scatters(pieces, tables, landings[:, staged], read_of[staged]),
         total_bytes=int(length_bytes.sum()),
+        cut=np.full(len(keys), -1, np.int32),
+        cuts=no_cuts(),
     )
 
 

@@ -8,19 +8,26 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorhub_core.layout.cuts import Cuts, no_cuts
 from tensorhub_core.layout.scatter import Scatter
 from tensorhub_core.layout.segments import SegmentTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPlan:
-    """List the segment reads that fill a destination; every array is [reads].
+    """List the reads that fill a destination; every array is [reads].
 
-    Read `i` fetches the whole of `segment[i]` (i32) of `sources[source[i]]` (i32), `length_bytes[i]` (u64) long. Where
-    `direct[i]`, it lands as it is at `offset_bytes[i]` (u64) of the destination's storage `storage[i]` (i32). Elsewhere
-    it is staged and copied out by `scatters[i]`; storage and offset then say where the first of its bytes goes. No
-    segment is read twice. Reads are in the destination's canonical order. In a `raw` plan, read `i` is segment `i`, and
-    every source has it: `source` then says nothing.
+    Read `i` fetches `length_bytes[i]` (u64) of `segment[i]` (i32) of `sources[source[i]]` (i32): all of it where
+    `cut[i]` (i32) is -1, else the bytes of cut number `cut[i]` of `cuts`. A segment is read once, or in several cuts.
+    The cuts are in the order of their reads.
+
+    Where `direct[i]`, what was read lands as it is, in one run, at `offset_bytes[i]` (u64) of the destination's storage
+    `storage[i]` (i32). Elsewhere it is staged, as one run, and copied out by `scatters[i]`; storage and offset then say
+    where the first of its bytes goes. Scatters take the staged bytes for a C-ordered box: the segment's own
+    (`segment_box`), and of a cut the smaller box of that one that its runs are (`box_of_cut`), with as many axes.
+
+    Reads are in the destination's canonical order. In a `raw` plan, read `i` is segment `i`, and every source has it:
+    `source` then says nothing, and nothing is cut.
     """
 
     raw: bool
@@ -32,9 +39,15 @@ class ReadPlan:
     offset_bytes: NDArray[np.uint64]
     scatters: Mapping[int, tuple[Scatter, ...]]
     total_bytes: int
+    cut: NDArray[np.int32]
+    cuts: Cuts
 
     def __len__(self) -> int:
         return len(self.segment)
+
+    def cuts_of(self, source: int) -> Cuts:
+        """Return the cuts of one source, in the order of their reads."""
+        return self.cuts.take(self.cut[(self.source == source) & (self.cut >= 0)])
 
 
 def plan_raw(table: SegmentTable) -> ReadPlan:
@@ -50,4 +63,6 @@ def plan_raw(table: SegmentTable) -> ReadPlan:
         offset_bytes=table.offset_bytes,
         scatters={},
         total_bytes=table.total_bytes,
+        cut=np.full(count, -1, np.int32),
+        cuts=no_cuts(),
     )

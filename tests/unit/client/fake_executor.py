@@ -67,6 +67,7 @@ class Job:
         self.read: list[int] = []
         self.allowed = {source.lease: source.prefix for source in sources}
         self.lost: dict[str, tuple[str, str]] = {}
+        self.known: dict[str, dict[int, int]] = {}
         self.changed = threading.Condition()
         self.cancelled = False
         self.outcome: ReadOutcome | None = None
@@ -76,6 +77,9 @@ class Job:
         with self.changed:
             self.allowed[lease] = max(prefix, self.allowed.get(lease, 0))
             self.changed.notify_all()
+
+    def know(self, lease: str, first: int, sums: NDArray[np.uint64]) -> None:
+        self.known.setdefault(lease, {}).update(enumerate(sums.tolist(), first))
 
     def fail(self, lease: str, reason: str, kind: str = "lost") -> None:
         with self.changed:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tensorhub_core.client.memory import RegisteredMemory
 from tensorhub_core.client.reading import Destination, SourceAccess
+from tensorhub_core.layout.cuts import Cuts, no_cuts
+from tensorhub_core.layout.read_plan import ReadPlan
 from tensorhub_core.layout.types import Box, Checksum
 from tensorhub_core.transport.base import Transport
 from tensorhub_core.transport.memory import MemoryNetwork, MemoryTransport
@@ -98,6 +101,12 @@ def empty_like(tensors: Tensors) -> dict[str, NDArray[np.generic]]:
     for tensor in empty.values():
         tensor.reshape(-1).view(np.uint8)[:] = SENTINEL
     return empty
+
+
+def plan_of(*columns: Any, cut: NDArray[np.int32] | None = None, cuts: Cuts | None = None) -> ReadPlan:
+    """Return a plan written out, in which nothing is cut unless it is said."""
+    whole = np.full(len(columns[1]), -1, np.int32)
+    return ReadPlan(*columns, whole if cut is None else cut, no_cuts() if cuts is None else cuts)
 
 
 class Record:

@@ -10,8 +10,8 @@ from tensorhub_core.client.backlog import Backlog
 from tensorhub_core.client.reading import Destination, SourceAccess
 from tensorhub_core.client.transfers import Part, Schedule
 from tensorhub_core.layout.canonical import build_layout
-from tensorhub_core.layout.read_plan import ReadPlan
 from tensorhub_core.layout.segments import SegmentTable
+from tests.unit.client.reading_world import plan_of
 
 LAYOUT = build_layout([], [], shard=0, num_shards=1)
 
@@ -21,7 +21,7 @@ def schedule_of(lengths: list[int], source: list[int] | None, sources: int) -> S
     each = np.arange(count, dtype=np.int32)
     size, zeros = np.array(lengths, np.uint64), np.zeros(count, np.uint64)
     fixed = np.zeros(count, np.int32) if source is None else np.array(source, np.int32)
-    plan = ReadPlan(source is None, fixed, each, size, np.ones(count, np.bool_), each, zeros, {}, sum(lengths))
+    plan = plan_of(source is None, fixed, each, size, np.ones(count, np.bool_), each, zeros, {}, sum(lengths))
     table = SegmentTable(each, zeros, size, np.arange(count + 1))
     access = SourceAccess("l", "r", b"", LAYOUT, table, zeros, ("cpu",) * count, zeros, count)
     destination = Destination(LAYOUT, table, zeros, ("cpu",) * count, [None] * count)
@@ -53,7 +53,7 @@ def test_every_byte_is_posted_until_it_has_landed_right(data: st.DataObject) -> 
         if span is not None and (not mine or data.draw(st.booleans())):
             begin, end, offset = span
             assert fixed is None or fixed[begin] == source
-            part = schedule.cut(source, begin, end, offset, data.draw(st.integers(1, 60)), 4)
+            part = schedule.next_part(source, begin, end, offset, data.draw(st.integers(1, 60)), 4)
             assert not any(other[1].begin == begin and other[0] != source for other in flying), "one read, one source"
             backlog.posted(source, part)
             flying.append((source, part))
