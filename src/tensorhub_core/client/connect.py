@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from operator import index
+from typing import TypeVar
 
 from tensorhub_core.client.device import TorchMemory
 from tensorhub_core.client.executor import ReadExecutor
@@ -30,6 +31,7 @@ from tensorhub_core.transport.registry import TRANSPORTS
 from tensorhub_core.transport.select import choose_transport
 from tensorhub_core.wire.curve import client_keys
 
+W = TypeVar("W", bound=Worker)
 _EMBEDDED_TRY_S = 2.0
 """How long an embedded server's address is believed: a hub that has just ended leaves one behind for a moment."""
 
@@ -81,8 +83,19 @@ def connect(
         spot=spot,
         keeper=keeper,
     )
-    mailbox = Mailbox(WorkerCounters())
-    session, welcome = open_session(server, identity, mailbox, filled)
+    return open_worker(Worker, server, identity, transport, filled)
+
+
+def open_worker(
+    kind: type[W],
+    server: str | Sequence[str] | None,
+    identity: Identity,
+    transport: str | Transport,
+    settings: Settings,
+) -> W:
+    """Open a session and return a worker of this kind; errors as of `connect()`."""
+    config, mailbox = settings.client, Mailbox(WorkerCounters())
+    session, welcome = open_session(server, identity, mailbox, settings)
     mailbox.welcomed(welcome)
     resources = Resources(
         session,
@@ -90,7 +103,7 @@ def connect(
         lambda t: ReadExecutor(t, config, devices=TorchMemory()),
         _offload_policy(config),
     )
-    return Worker(identity, config, resources, mailbox)
+    return kind(identity, config, resources, mailbox)
 
 
 def open_session(

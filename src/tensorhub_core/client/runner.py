@@ -27,6 +27,7 @@ from tensorhub_core.state.messages import Ended, PutBlob
 
 _WELCOME_S = 1.0
 
+MakeDriver = Callable[[RoundState, RoundParts, int, Deadline, ProgressCallback | None], RoundDriver]
 WithdrawCopy = Callable[[Callable[[BaseException | None], None]], None]
 """Take a copy back and call what is given with the error, or None, at its end."""
 
@@ -93,6 +94,18 @@ class RoundRunner:
         self._mailbox.counters.commits += int(not end.held)
         return StagedVersion(end.key, None if end.held else driver.sums)
 
+    def pass_through(
+        self, call: Call, passing: FilledMemory, book: SourceBook, have: VersionKey | None, make: MakeDriver
+    ) -> StagedVersion:
+        """Have a version pass through bounded memory; whoever uses it has the version `have` already."""
+        parts = self._parts(call, passing, book, self._resources.executor, self._withdraw)
+        driver, end = self._run(call, have, False, parts, make)
+        if end.error is not None:
+            raise self._error_of(driver, end)
+        assert end.key is not None
+        self._mailbox.counters.commits += int(not end.held)
+        return StagedVersion(end.key, None if end.held else driver.sums)
+
     @property
     def _offered(self) -> bool:
         return self._holding.published or self._holding.draining
@@ -108,7 +121,7 @@ class RoundRunner:
         have: VersionKey | None,
         offered: bool,
         parts: RoundParts,
-        make: Callable[[RoundState, RoundParts, int, Deadline, ProgressCallback | None], RoundDriver],
+        make: MakeDriver,
     ) -> tuple[RoundDriver, End]:
         if self._miscounted:
             self._count_anew(call.deadline)

@@ -1,4 +1,4 @@
-"""Find out how an engine's memory is filled: by boxes if its own loading is made of copies, else through staging."""
+"""Find out how an engine's memory is filled: by boxes if its own loading is made of copies, else by that loading."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ class EngineMemory(Protocol):
 class Fit:
     """How one rank's memory is described to the hub.
 
-    `boxes`: physical name -> boxes; None: the bytes are those of engines with the same `tag` only. `staged`: they come
-    through the engine's own loading of `sources`. `note` says so to users.
+    `boxes`: physical name -> boxes; None: the bytes are those of engines with the same `tag` only. `streamed`: they
+    come through the engine's own loading of `sources`. `note` says so to users.
     """
 
     tensors: Mapping[str, torch.Tensor]
     boxes: Mapping[str, Sequence[Box]] | None = None
     padding: Sequence[tuple[torch.Tensor, float]] = ()
     tag: str = IDENTITY_TAG
-    staged: bool = False
+    streamed: bool = False
     note: str = ""
     sources: Sequence[LogicalTensor] = field(default_factory=list)
 
@@ -111,8 +111,8 @@ def fit_logical(memory: EngineMemory, sources: Sequence[LogicalTensor]) -> Fit:
         text = "the version does not fit this engine:\n- " + "\n- ".join(differences)
         raise LayoutMismatch(text, tuple(differences))
     if traced.obstacles:
-        note = "loaded through a staging copy: " + "; ".join(traced.obstacles[:3])
-        return Fit(dict(memory.parameters()), tag=_loaded(memory), staged=True, note=note, sources=sources)
+        note = "streamed in pieces through the engine's own loading: " + "; ".join(traced.obstacles[:3])
+        return Fit(dict(memory.parameters()), tag=_loaded(memory), streamed=True, note=note, sources=sources)
     return Fit(traced.tensors, traced.boxes, traced.padding, sources=sources)
 
 

@@ -183,8 +183,8 @@ class EngineShard:
     # --- how --------------------------------------------------------------------------------------------------------
 
     def _take(self, version: int | Literal["latest"], timeout_s: float | None, *, first: bool) -> None:
-        if self.fit.staged:
-            self._take_staged(version, timeout_s)
+        if self.fit.streamed:
+            self._take_streamed(version, timeout_s)
         elif self.memory.in_place:
             self._take_in_place(version, timeout_s, first=first)
         else:
@@ -209,19 +209,25 @@ class EngineShard:
         self._held = None
         self._took(got, offered=False)
 
-    def _take_staged(self, version: int | Literal["latest"], timeout_s: float | None) -> None:
-        """Fill through a copy of the source's tensors and the engine's own loading."""
+    def _take_streamed(self, version: int | Literal["latest"], timeout_s: float | None) -> None:
+        """Fill through the engine's own loading, piece by piece; nothing is touched before some of it is there."""
         assert self.staging is not None
-        with self.staging.replicate(version, timeout_s, self._progress) as (got, digest, weights):
-            if self._held is None or got.key != self._held.key:
-                self._load(got, digest, weights, timeout_s)
+        have = None if self._held is None else self._held.key
+        with self.staging.stream(version, timeout_s, have, self._progress) as stream:
+            if stream.begins():
+                self._withdraw(timeout_s)
+                self._held, self._digest = stream.load(self.memory.load)
 
     def _load(self, got: Version, digest: str, weights: Weights, timeout_s: float | None) -> None:
-        """Fill the memory by the engine's own loading."""
-        self.worker.unpublish(timeout_s)
-        self._offered, self._held, self._served = False, None, None
+        """Fill the memory by the engine's own loading, from a whole copy."""
+        self._withdraw(timeout_s)
         self.memory.load(weights)
         self._held, self._digest = got, digest
+
+    def _withdraw(self, timeout_s: float | None) -> None:
+        """Take the copy back: from now on the memory holds nothing."""
+        self.worker.unpublish(timeout_s)
+        self._offered, self._held, self._served = False, None, None
 
     def _wait_for(self, version: int | Literal["latest"], timeout_s: float, fetch: Fetch) -> Waiting:
         """Fetch a version into host memory; on the fetching thread."""
@@ -240,7 +246,7 @@ class EngineShard:
 
     def _recover(self) -> None:
         """After a failed update, find out what the memory still holds, and offer it again if it is whole."""
-        if self.fit.staged:
+        if self.fit.streamed:
             with contextlib.suppress(TensorHubError):
                 self._offer()
             return
@@ -265,9 +271,9 @@ class EngineShard:
     def _offer(self) -> None:
         if self._offered or self._held is None:
             return
-        if self.memory.in_place and not self.fit.staged:
+        if self.memory.in_place and not self.fit.streamed:
             self._register(processed=True)
-        self.worker.publish(int(self._held), fresh=self.fit.staged)
+        self.worker.publish(int(self._held), fresh=self.fit.streamed)
         self._offered = True
         self._note_digest()
 

@@ -1,37 +1,66 @@
-"""Hold a version in host memory while an engine serves the one before: fetched in the background, installed later."""
+"""Bring versions into host memory for an engine: in pieces for its own loading, or whole for a later install."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 
+from tensorhub_core.client.piecewise_round import PassingVersion, PieceReader
+from tensorhub_core.client.tensors import RawTensor
 from tensorhub_core.client.versions import Version
-from tensorhub_core.client.worker import Worker
-from tensorhub_core.engine.logical import LogicalTensor
-from tensorhub_core.errors import DeadlineExceeded, StateError, TensorHubError
+from tensorhub_core.engine.logical import LogicalTensor, logical_tensors
+from tensorhub_core.errors import DeadlineExceeded, LayoutMismatch, StateError, TensorHubError
+from tensorhub_core.ids import VersionKey
+from tensorhub_core.layout.types import Layout
 from tensorhub_core.limits import start_thread
 
 Weights = list[tuple[str, torch.Tensor]]
 
 
+Progress = Callable[[int, int, str], None]
+
+
 @dataclass(frozen=True)
 class Staging:
-    """Connect a second worker for each fill; all ranks of an engine stage together, so that they get one version."""
+    """Connect a second worker for each fill; all ranks of an engine fill in one round, so that they get one version."""
 
-    connect: Callable[[], Worker]
+    connect: Callable[[], PieceReader]
     sources: Sequence[LogicalTensor]
 
     @contextmanager
+    def stream(
+        self, version: int | Literal["latest"], timeout_s: float | None, have: VersionKey | None, progress: Progress
+    ) -> Iterator[Stream]:
+        """Read a version in pieces of bounded memory, for as long as the block lasts; `have` is what it is to replace.
+
+        What the block raises breaks the round for all ranks.
+        """
+        tensors = [(source.name, source.dtype, source.shape) for source in self.sources]
+        with (
+            self.connect() as worker,
+            worker.passing(tensors, version, timeout_s, progress, have=have, check=self._check) as passing,
+        ):
+            yield Stream(passing)
+
+    def _check(self, layouts: Sequence[Layout]) -> None:
+        """Refuse a version with tensors that the engine has not seen when it judged how it is loaded."""
+        known = {source.name for source in self.sources}
+        extra = [source.name for source in logical_tensors(layouts) if source.name not in known]
+        if extra:
+            differences = tuple(f"extra: the version has {name!r}, the engine was started without it" for name in extra)
+            raise LayoutMismatch("the version does not fit this engine:\n- " + "\n- ".join(differences), differences)
+
+    @contextmanager
     def replicate(
-        self, version: int | Literal["latest"], timeout_s: float | None, progress: Callable[[int, int, str], None]
+        self, version: int | Literal["latest"], timeout_s: float | None, progress: Progress
     ) -> Iterator[tuple[Version, str, Weights]]:
-        """Fetch a version into host memory; yield it, the digest of its bytes and (name, tensor) pairs.
+        """Fetch all of a version into host memory; yield it, the digest of its bytes and (name, tensor) pairs.
 
         The memory is given back at the end of the block. Raises what replicate() raises.
         """
@@ -43,6 +72,31 @@ class Staging:
             got = worker.replicate(version, timeout_s, progress, publish=False)
             digest = worker.digest
             yield got, "" if digest is None else digest.hex(), weights
+
+
+class Stream:
+    """A version on its way through bounded memory; belongs to the engine's loading thread."""
+
+    def __init__(self, passing: PassingVersion) -> None:
+        self._passing = passing
+
+    def begins(self) -> bool:
+        """Wait for the first piece; False: every rank has the version already. Raises why it cannot be had."""
+        return self._passing.begins()
+
+    def load(self, load: Callable[[Iterable[tuple[str, torch.Tensor]]], object]) -> tuple[Version, str]:
+        """Have `load` take all (name, tensor) pairs as it asks for them; it may keep the tensors.
+
+        Returns the version and the digest of its bytes once every rank is known to have got it. Raises what broke the
+        round, or what `load` raised: the engine's memory then holds a part of it.
+        """
+        version, digest = self._passing.use(lambda tensors: load((raw.name, _copied(raw)) for raw in tensors))
+        return version, digest.hex()
+
+
+def _copied(raw: RawTensor) -> torch.Tensor:
+    """Return a tensor of its own: engines' loaders keep some until others have come."""
+    return torch.from_numpy(raw.buffer.copy()).view(getattr(torch, raw.dtype)).reshape(raw.shape)
 
 
 class Waiting(Protocol):
@@ -64,7 +118,7 @@ class Tensors:
         staging: Staging,
         version: int | Literal["latest"],
         timeout_s: float | None,
-        progress: Callable[[int, int, str], None],
+        progress: Progress,
     ) -> None:
         """Fetch it; raises what replicate() raises."""
         with contextlib.ExitStack() as stack:

@@ -114,7 +114,7 @@ def test_the_native_weight_transfer_api_updates_an_engine_loaded_from_disk(
         assert answers(llm) == expected[1], "a failed update leaves the session usable"
 
 
-def test_loading_that_computes_goes_through_staging(
+def test_loading_that_computes_is_streamed(
     checkpoints: Checkpoints, hub: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.model_executor.models.llama import LlamaForCausalLM
@@ -129,7 +129,7 @@ def test_loading_that_computes_goes_through_staging(
     monkeypatch.setattr(LlamaForCausalLM, "load_weights", computing)
     with training(hub.address, one) as trainer, following(bare, hub.address) as (llm, engine):
         assert answers(llm) == expected[1]
-        assert "staging" in engine.status.as_json()["shards"][0]["note"]
+        assert "streamed in pieces" in engine.status.as_json()["shards"][0]["note"]
         trainer.worker.unpublish()
         with following(bare, hub.address) as (other, second):
             assert second.status.shards[0].source == engine.status.replica, "equal configurations copy raw"

@@ -97,13 +97,13 @@ def test_memory_that_is_processed_in_place_is_offered_only_after_it_and_only_to_
             assert second.report().source == "trainer"
 
 
-def test_loading_that_computes_is_staged_and_says_so(hub: Hub, trainer: Trainer) -> None:
+def test_loading_that_computes_is_streamed_and_says_so(hub: Hub, trainer: Trainer) -> None:
     memory, like = ToyMemory(computes=True), ToyMemory(computes=True)
     with shard_of(hub, memory) as shard:
         shard.fill("latest", 5.0)
         put_to_use(shard)
         assert memory.computes_with(1)
-        assert "staging copy" in shard.report().note
+        assert "streamed in pieces" in shard.report().note
         trainer.worker.unpublish()
         with shard_of(hub, like, "like") as second:
             second.fill("latest", 5.0)

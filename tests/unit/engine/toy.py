@@ -11,6 +11,7 @@ import torch
 
 from tensorhub_core import Worker, connect
 from tensorhub_core.client.observer import observe
+from tensorhub_core.client.piecewise_round import PieceReader, connect_piecewise
 from tensorhub_core.engine.fit import fit
 from tensorhub_core.engine.shard import EngineShard
 from tensorhub_core.engine.staging import Staging
@@ -27,11 +28,18 @@ class Hub:
     network: MemoryNetwork = field(default_factory=MemoryNetwork)
     transport: str = ""
     """A data plane by name instead, which staging needs."""
+    staging_bytes: int | None = None
 
     def connect(self, replica: str | None = None) -> Worker:
         """Connect the only shard of a replica."""
         transport = self.transport or MemoryTransport(self.network)
         return connect(self.address, model="policy", replica=replica, transport=transport)
+
+    def connect_piecewise(self, replica: str) -> PieceReader:
+        """Connect the only shard of a replica that lets versions pass through."""
+        settings = {"staging_bytes": self.staging_bytes}
+        transport = self.transport or MemoryTransport(self.network)
+        return connect_piecewise(self.address, model="policy", replica=replica, transport=transport, settings=settings)
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -95,8 +103,8 @@ def shard_of(hub: Hub, memory: ToyMemory, replica: str = "engine") -> Iterator[E
         _, held = observer.holders()
     described = fit(memory, held)
     staging = None
-    if described.staged:
-        staging = Staging(lambda: hub.connect(f"{replica}/staging"), described.sources)
+    if described.streamed:
+        staging = Staging(lambda: hub.connect_piecewise(f"{replica}/staging"), described.sources)
     shard = EngineShard(memory, hub.connect(replica), described, staging, 0, 5.0, lambda text: None, time.monotonic)
     try:
         shard.register()

@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from tensorhub_core import connect
 from tensorhub_core.client.observer import Held, Observer, observe
+from tensorhub_core.client.piecewise_round import PieceReader, connect_piecewise
 from tensorhub_core.client.worker import Worker
 from tensorhub_core.engine.config import WeightSourceConfig, check_version, weight_source_config
 from tensorhub_core.engine.fit import Fit, fit, fit_logical
@@ -158,21 +159,32 @@ class HubSession:
         return described
 
     def _shard(self, memory: LoadedWeights, described: Fit) -> EngineShard:
-        staging = Staging(lambda: self._connect("/staging"), described.sources) if described.staged else None
+        staging = Staging(self._connect_staging, described.sources) if described.streamed else None
         return EngineShard(
             memory, self._connect(), described, staging, self.shard, self.timeout_s, logger.info, time.monotonic
         )
 
-    def _connect(self, suffix: str = "") -> Worker:
+    def _connect(self) -> Worker:
         return connect(
             self.config.server,
             model=self.config.model,
-            replica=self.replica + suffix,
+            replica=self.replica,
             shard=self.shard,
             num_shards=self.num_shards,
             zone=self.config.zone,
-            spot=self.config.spot or bool(suffix),
+            spot=self.config.spot,
             cast=self.config.cast,
+            settings=_settings(),
+        )
+
+    def _connect_staging(self) -> PieceReader:
+        return connect_piecewise(
+            self.config.server,
+            model=self.config.model,
+            replica=f"{self.replica}/staging",
+            shard=self.shard,
+            num_shards=self.num_shards,
+            zone=self.config.zone,
             settings=_settings(),
         )
 
