@@ -1,6 +1,6 @@
 """Name the identities that travel between parts, so that mypy keeps them apart.
 
-Worker, copy and lease ids are never reused and contain the server's epoch (law L8).
+Worker, copy, lease and ticket ids are never reused and contain the server's epoch (law L8).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ SessionId = NewType("SessionId", bytes)
 WorkerId = NewType("WorkerId", str)
 CopyId = NewType("CopyId", str)
 LeaseId = NewType("LeaseId", str)
+TicketId = NewType("TicketId", str)
 
 Digest = NewType("Digest", bytes)
 """128-bit xxh3 of a blob's bytes: layouts, placements and sums are content-addressed."""

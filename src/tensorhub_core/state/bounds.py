@@ -24,4 +24,11 @@ Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
 """An error's text."""
 Id = Annotated[str, msgspec.Meta(max_length=256)]
 """An id of a lease or a copy, or an error's wire code."""
+MOST_CUTS = 8192
+"""Cuts that are asked for at once."""
+PACKED_CUT_BYTES = 40
+Cuts = Annotated[bytes, msgspec.Meta(max_length=MOST_CUTS * PACKED_CUT_BYTES)]
+"""Packed cuts, as of `layout.cuts.pack_cuts`."""
+CutChecksums = Annotated[bytes, msgspec.Meta(max_length=MOST_CUTS * 8)]
+"""One little-endian u64 a cut."""
 Ids = Annotated[tuple[Id, ...], msgspec.Meta(max_length=4096)]

@@ -106,6 +106,23 @@ def l12_sources_have_one_content(state: ServerState) -> Iterator[str]:
             yield f"{worker.id} reads {len(copies)} copies of {len(replicas)} replicas"
 
 
+def l12_sums_are_asked_of_sources(state: ServerState) -> Iterator[str]:
+    """A question for checksums of cuts lives under its reader's lease, with the worker that holds the copy; bounded."""
+    config = state.config
+    for ticket in state.tickets.values():
+        lease = state.leases.get(ticket.lease)
+        if lease is None or ticket.id not in lease.tickets or state.copies[lease.copy].worker != ticket.source:
+            yield f"ticket {ticket.id} is not under a lease on its source's copy"
+        elif ticket.id not in state.workers[ticket.source].tickets:
+            yield f"ticket {ticket.id} is not known at its source"
+    under = sum(len(lease.tickets) for lease in state.leases.values())
+    at = sum(len(worker.tickets) for worker in state.workers.values())
+    if not len(state.tickets) == under == at <= config.max_tickets:
+        yield f"{len(state.tickets)} tickets, {under} under leases, {at} at sources"
+    if any(len(lease.tickets) > config.max_tickets_of_lease for lease in state.leases.values()):
+        yield "a lease has too many tickets"
+
+
 def l13_filling_needs_a_round(state: ServerState) -> Iterator[str]:
     """Memory counts as filling, or is awaited, only while its round is open."""
     for copy in state.copies.values():
@@ -182,6 +199,7 @@ LAWS: tuple[Callable[[ServerState], Iterator[str]], ...] = (
     l10_high_is_the_highest_whole_version,
     l12_first_manifest_binds,
     l12_sources_have_one_content,
+    l12_sums_are_asked_of_sources,
     l13_filling_needs_a_round,
     l13_nothing_is_overwritten_before_all_have_staged,
     l1_what_is_staged_was_whole_before,

@@ -7,6 +7,7 @@ from tensorhub_core.state.context import Step
 from tensorhub_core.state.keeping import is_kept_back
 from tensorhub_core.state.messages import DropOffload, LeaseLost, Ok, Source, SourceProgress
 from tensorhub_core.state.records import UNFINISHED, Copy, CopyState, Group, Lease, ModelState, Worker
+from tensorhub_core.state.tickets import end_with_lease
 
 
 def grant(s: Step, group: Group, shard: int, round_number: int, copy: Copy) -> Lease:
@@ -41,9 +42,11 @@ def source_of(s: Step, lease_id: LeaseId) -> Source:
 
 def end_lease(s: Step, lease_id: LeaseId) -> Lease | None:
     """End a lease; ended ones are ignored."""
-    lease = s.state.leases.pop(lease_id, None)
+    lease = s.state.leases.get(lease_id)
     if lease is None:
         return None
+    end_with_lease(s, lease)
+    del s.state.leases[lease_id]
     if (reader := s.state.workers.get(lease.reader)) is not None:
         reader.leases.discard(lease_id)
     if (copy := s.state.copies.get(lease.copy)) is not None:

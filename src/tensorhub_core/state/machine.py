@@ -18,6 +18,7 @@ from tensorhub_core.state import (
     staging,
     status,
     stragglers,
+    tickets,
     versions,
 )
 from tensorhub_core.state.bounds import MOST_SERVER_EPOCH
@@ -26,12 +27,14 @@ from tensorhub_core.state.events import Disconnected, Effect, Event, Outdated, R
 from tensorhub_core.state.leases import settle_drains
 from tensorhub_core.state.messages import (
     Announce,
+    AskSums,
     Cancel,
     DescribeVersion,
     Done,
     Filling,
     GetBlob,
     GetStatus,
+    GiveSums,
     HandOver,
     Heartbeat,
     Hello,
@@ -59,7 +62,7 @@ __all__ = ["MachineConfig", "ServerState", "step"]
 
 _OF_SHARDS = (
     *(Register, RegisterStaging, Publish, Unpublish, Unstage, Offloaded, OffloadFailed, HandOver),
-    *(JoinRound, Filling, Announce, Relocate, Done, LeaveRound),
+    *(JoinRound, Filling, Announce, AskSums, GiveSums, Relocate, Done, LeaveRound),
 )
 """What an observer, which holds no shard, cannot ask."""
 
@@ -142,6 +145,10 @@ def dispatch(s: Step, worker: Worker, request: int, message: Request) -> None:
             reads.filling(s, worker, request, message)
         case Announce():
             reads.announce(s, worker, request, message)
+        case AskSums():
+            reads.ask_sums(s, worker, request, message)
+        case GiveSums():
+            tickets.give(s, worker, request, message)
         case Relocate():
             reads.relocate(s, worker, request, message)
         case Done():

@@ -23,6 +23,7 @@ from tensorhub_core.state.records import CopyState, Group, ModelState, Registrat
 from tensorhub_core.state.resourcing import forgive
 from tensorhub_core.state.resuming import ended_before
 from tensorhub_core.state.rounds import abort
+from tensorhub_core.state.tickets import end_with_connection
 from tensorhub_core.state.versions import current_epoch, note_whole_before, put_copy, show
 
 _RETIRED_TOKENS = 64
@@ -149,6 +150,7 @@ def admit(s: Step, session: SessionId, m: Hello) -> Worker:
 
 def resume(s: Step, worker: Worker, session: SessionId) -> Worker:
     """Let a worker go on under another session; what it asked under the old one it asks again."""
+    end_with_connection(s, worker)
     if session != worker.session:
         forget_session(s, session)
         s.state.sessions.pop(worker.session, None)
@@ -163,6 +165,7 @@ def lose_session(s: Step, session: SessionId) -> None:
     worker = s.state.sessions.pop(session, None)
     if worker is not None:
         s.state.workers[worker].session = NO_SESSION
+        end_with_connection(s, s.state.workers[worker])
 
 
 def forget_session(s: Step, session: SessionId) -> None:

@@ -1,8 +1,8 @@
 """The protocol between workers and the reference server: requests are the machine's events, replies its effects.
 
 Every request gets exactly one reply with its request number; some replies are deferred until the answer is known
-(`Unpublish`, `Unstage`, `HandOver`, `JoinRound`, `Done`, `Wait`). Pushes carry request number 0. `docs/protocol.md` is
-generated from here.
+(`Unpublish`, `Unstage`, `HandOver`, `JoinRound`, `AskSums`, `Done`, `Wait`). Pushes carry request number 0.
+`docs/protocol.md` is generated from here.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from tensorhub_core.state.replies import (
     SourceProgress,
     SourceSlow,
     StatusReply,
+    SumsGiven,
+    SumsWanted,
     Superseded,
     UnknownSession,
     VersionLayouts,
@@ -45,6 +47,7 @@ from tensorhub_core.state.replies import (
 from tensorhub_core.state.requests import (
     PROTOCOL,
     Announce,
+    AskSums,
     Cancel,
     DescribeVersion,
     Done,
@@ -52,6 +55,7 @@ from tensorhub_core.state.requests import (
     Filling,
     GetBlob,
     GetStatus,
+    GiveSums,
     HandOver,
     Heartbeat,
     Held,
@@ -79,6 +83,7 @@ __all__ = [
     "PROTOCOL",
     "PUSHES",
     "Announce",
+    "AskSums",
     "Available",
     "Blob",
     "Cancel",
@@ -93,6 +98,7 @@ __all__ = [
     "Filling",
     "GetBlob",
     "GetStatus",
+    "GiveSums",
     "HandOver",
     "Heartbeat",
     "Held",
@@ -129,6 +135,8 @@ __all__ = [
     "SourceProgress",
     "SourceSlow",
     "StatusReply",
+    "SumsGiven",
+    "SumsWanted",
     "Superseded",
     "UnknownSession",
     "Unpublish",

@@ -13,6 +13,7 @@ from tensorhub_core.state.leases import (
 )
 from tensorhub_core.state.messages import (
     Announce,
+    AskSums,
     Committed,
     Done,
     Failure,
@@ -26,6 +27,7 @@ from tensorhub_core.state.records import Copy, CopyState, Group, Registration, R
 from tensorhub_core.state.resuming import ended_before, keep_end
 from tensorhub_core.state.rounds import abort, drop_leases, drop_leases_of, in_words, keep_promise, leases_stand, where
 from tensorhub_core.state.sourcing import new_copy
+from tensorhub_core.state.tickets import pass_on
 from tensorhub_core.state.versions import bind_manifest, note_offered, note_whole, show
 
 
@@ -86,6 +88,17 @@ def announce(s: Step, worker: Worker, request: int, m: Announce) -> None:
     if copy.sums and prefix > copy.prefix:
         copy.prefix = prefix
         tell_followers(s, copy)
+
+
+def ask_sums(s: Step, worker: Worker, request: int, m: AskSums) -> None:
+    """Put a shard's question for checksums of cuts to the source of one of its leases."""
+    current = active_round(s, worker, request, m.round)
+    if current is None:
+        return
+    lease = s.state.leases.get(LeaseId(m.lease))
+    if lease is None or (lease.reader, lease.round) != (worker.id, m.round):
+        return s.fail(worker, request, StateError("the lease is over, or another worker's"))
+    pass_on(s, worker, request, lease, m)
 
 
 def relocate(s: Step, worker: Worker, request: int, m: Relocate) -> None:

@@ -13,6 +13,7 @@ from tensorhub_core.ids import (
     ModelName,
     ReplicaName,
     SessionId,
+    TicketId,
     VersionKey,
     WorkerId,
 )
@@ -37,6 +38,10 @@ class MachineConfig:
     max_name_bytes: int = 1_024
     max_blob_bytes: int = 1 << 30
     max_deferred: int = 64
+    max_tickets: int = 65_536
+    max_tickets_of_worker: int = 1_024
+    max_tickets_of_lease: int = 8
+    """Questions for checksums of cuts that are open: in all, to one worker, under one lease."""
     worth_waiting_bytes: int = 16 << 20
     """A smaller shard is read from a busy holder sooner than from a reader that has yet to begin."""
     begin_within_s: float = 5.0
@@ -112,6 +117,19 @@ class Lease:
     reader: WorkerId
     copy: CopyId
     round: int
+    tickets: set[TicketId] = field(default_factory=set)
+    """What its reader has asked its source and not heard yet."""
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A reader's question for checksums of cuts, until its source answers. Its cuts are passed on, not kept."""
+
+    id: TicketId
+    lease: LeaseId
+    source: WorkerId
+    request: int
+    cuts: int
 
 
 @dataclass(slots=True)
@@ -154,6 +172,8 @@ class Worker:
     unstage_request: int | None = None
     leases: set[LeaseId] = field(default_factory=set)
     """Leases this worker reads under."""
+    tickets: set[TicketId] = field(default_factory=set)
+    """What it was asked for and has not answered yet."""
 
     def copies(self) -> list[Copy]:
         """Return the worker's copies: in registered, staging and offload memory, and the one it will fill."""
@@ -343,6 +363,7 @@ class ServerState:
     sessions: dict[SessionId, WorkerId] = field(default_factory=dict)
     copies: dict[CopyId, Copy] = field(default_factory=dict)
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
+    tickets: dict[TicketId, Ticket] = field(default_factory=dict)
     blobs: dict[Digest, BlobEntry] = field(default_factory=dict)
     draining: set[CopyId] = field(default_factory=set)
     offloads: set[CopyId] = field(default_factory=set)

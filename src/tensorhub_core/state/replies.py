@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tensorhub_core.state.requests import Message
+from tensorhub_core.state.requests import Message, Refusal
 
 
 class Ok(Message, frozen=True):
@@ -99,6 +99,14 @@ class Discard(Message, frozen=True):
 
     round: int
     sources: tuple[Source, ...]
+
+
+class SumsGiven(Message, frozen=True):
+    """Answer `AskSums` with what the source gave: one little-endian u64 for each cut, or why there are none."""
+
+    sums: bytes = b""
+    refusal: Refusal = ""
+    detail: str = ""
 
 
 class Available(Message, frozen=True):
@@ -247,6 +255,19 @@ class SourceProgress(Message, frozen=True):
     whole: bool
 
 
+class SumsWanted(Message, frozen=True):
+    """Compute the checksums of parts of what lies at `placement`, and give them with `GiveSums`.
+
+    The segments they are parts of are first compared with the manifest `sums` that the worker published: a holder does
+    not vouch for bytes that are not the version's. `cuts` as in `AskSums`, made by another worker.
+    """
+
+    ticket: str
+    placement: bytes
+    sums: bytes
+    cuts: bytes
+
+
 class Offload(Message, frozen=True):
     """Copy what this copy of yours holds into host memory, and say `Offloaded`: it is the last of a retained version.
 
@@ -292,6 +313,7 @@ Reply = (
     | NothingNewer
     | Committed
     | Discard
+    | SumsGiven
     | Available
     | VersionLayouts
     | Versions
@@ -300,6 +322,7 @@ Reply = (
     | LeaseLost
     | SourceProgress
     | SourceSlow
+    | SumsWanted
     | Offload
     | DropOffload
     | Superseded
@@ -307,6 +330,6 @@ Reply = (
 )
 
 PUSHES: tuple[type[Message], ...] = (
-    *(RoundAborted, LeaseLost, SourceProgress, SourceSlow, Offload, DropOffload),
-    *(Superseded, UnknownSession),
+    *(RoundAborted, LeaseLost, SourceProgress, SourceSlow, SumsWanted),
+    *(Offload, DropOffload, Superseded, UnknownSession),
 )

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from tensorhub_core.state.bounds import BlobDigest, Detail, Id, Ids, Text
+from tensorhub_core.state.bounds import BlobDigest, CutChecksums, Cuts, Detail, Id, Ids, Text
 
 PROTOCOL = 1
 
@@ -214,6 +214,34 @@ class LeaseFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     detail: Detail = ""
 
 
+Refusal = Literal["", "wait", "unable", "corrupt"]
+"""Why there are no checksums of cuts: none yet, ask again; never from this source; its bytes are not the version's."""
+
+
+class AskSums(Message, frozen=True):
+    """Ask the source of a lease for the checksums of parts of its segments, so that no more than these is read.
+
+    `cuts` packs them: little-endian u64 [cuts, 5] of (segment, offset_bytes, run_bytes, stride_bytes, count). Answered
+    by `SumsGiven` when the source has answered, by `Failure` if the lease is over.
+    """
+
+    round: int
+    lease: Id
+    cuts: Cuts
+
+
+class GiveSums(Message, frozen=True):
+    """Answer `SumsWanted`: `sums` packs one little-endian u64 for each cut, none with a `refusal`.
+
+    Only the worker that was asked can answer, once; anything else is dropped without a word.
+    """
+
+    ticket: Id
+    sums: CutChecksums = b""
+    refusal: Refusal = ""
+    detail: Detail = ""
+
+
 class Relocate(Message, frozen=True):
     """Ask for other sources of the round's version; answered by a `Promise` with the same version, or `Failure`."""
 
@@ -287,6 +315,8 @@ Request = (
     | JoinRound
     | Filling
     | Announce
+    | AskSums
+    | GiveSums
     | Relocate
     | Done
     | LeaveRound
