@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from tensorhub_core.client.weighted import weighted_sum
 from tensorhub_core.errors import CorruptTransfer
+from tensorhub_core.layout.cuts import Cuts
 from tensorhub_core.layout.segments import SegmentTable
 from tensorhub_core.layout.types import Checksum
 
@@ -84,14 +85,40 @@ def segment_sums(
         return sums
     try:
         with ThreadPoolExecutor(threads, thread_name_prefix="tensorhub-sums") as pool:
-            for part in [pool.submit(fill, *cut) for cut in itertools.pairwise(_even_cuts(table, threads))]:
+            for part in [pool.submit(fill, *cut) for cut in itertools.pairwise(_even_parts(table, threads))]:
                 part.result()
     except RuntimeError:  # the system allows no more threads
         fill(0, len(table))
     return sums
 
 
-def _even_cuts(table: SegmentTable, parts: int) -> list[int]:
+def cut_sums(
+    cuts: Cuts, table: SegmentTable, addresses: NDArray[np.uint64], checksum: Checksum = "xxh3"
+) -> NDArray[np.uint64]:
+    """Return the checksum of every cut's bytes, u64 [cuts], of storages that lie at `addresses` in host memory.
+
+    The cuts lie inside the segments of `table` (`unpack_cuts`). The runs of one cut at a time are gathered, so this
+    takes as much memory as the largest cut has bytes, at most `segment_bytes`. The storages stay as they are until
+    this returns. Any thread.
+    """
+    begins = (addresses[table.storage[cuts.segment]] + table.offset_bytes[cuts.segment]).astype(np.int64)
+    begins += cuts.offset_bytes
+    compute, lengths = host_sums(checksum), cuts.length_bytes
+    sums: NDArray[np.uint64] = np.zeros(len(cuts), np.uint64)
+    several = cuts.count > 1
+    one = np.flatnonzero(~several)
+    sums[one] = compute(begins[one].tolist(), lengths[one].tolist())
+    scratch: NDArray[np.uint8] = np.empty(int(lengths[several].max(initial=0)), np.uint8)
+    for cut in np.flatnonzero(several).tolist():
+        count, run, stride = int(cuts.count[cut]), int(cuts.run_bytes[cut]), int(cuts.stride_bytes[cut])
+        span = np.frombuffer(_view(int(begins[cut]), (count - 1) * stride + run), np.uint8)
+        runs = np.lib.stride_tricks.as_strided(span, (count, run), (stride, 1), writeable=False)
+        np.copyto(scratch[: count * run].reshape(count, run), runs)
+        sums[cut] = compute([scratch.ctypes.data], [count * run])[0]
+    return sums
+
+
+def _even_parts(table: SegmentTable, parts: int) -> list[int]:
     """Return `parts + 1` segment numbers that cut the table into parts of about equal bytes."""
     ends = np.cumsum(table.length_bytes)
     goals = [table.total_bytes * part // parts for part in range(1, parts)]

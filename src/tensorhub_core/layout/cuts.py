@@ -146,7 +146,7 @@ def box_of_form(form: Form, shape: Point) -> tuple[Point, Point]:
         if left == 1 and count > 1 and strides[axis] == stride:
             left, count = count, 1
         step = min(left, shape[axis])
-        if left % step:
+        if step < 1 or left % step:
             break
         length[axis] = step
         left //= step
