@@ -116,7 +116,7 @@ class Passage:
     @property
     def buffers(self) -> tuple[NDArray[np.uint8] | None, ...]:
         """Return the memory of each of its storages."""
-        return tuple(tensor.buffer for tensor in self.portion.tensors(self._room(self._ticket)) if len(tensor.buffer))
+        return tuple(tensor.buffer for tensor in self.portion.tensors(self._room(self._ticket)))
 
     def collect(self) -> None:
         """Do nothing: every byte is read."""

@@ -35,6 +35,7 @@ from tensorhub_core.layout.plan import plan_read
 from tensorhub_core.layout.types import Layout, TensorSpec
 from tensorhub_core.limits import start_thread
 from tensorhub_core.settings import Settings, load_settings
+from tensorhub_core.state.messages import Unpublish
 from tensorhub_core.transport.base import Transport
 
 PIECES_BYTES = 1 << 30
@@ -223,6 +224,8 @@ class PieceReader(Worker):
 
         try:
             with self._exclusively("passing"):
+                # The server takes the memory for a holder of what passed before.
+                self._session.request(Unpublish(), end)
                 self._exchange(passage.memory)
                 left_s = end.left_s(time.monotonic(), float("inf"))
                 call, _, book = self._call("update", want, left_s, progress, False, judge)

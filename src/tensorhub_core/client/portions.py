@@ -20,13 +20,11 @@ _ALIGN_BYTES = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Portion:
-    """Some whole tensors of a version: `specs` in canonical order, those without a byte included.
+    """Some whole tensors of a version, each at its one of `offsets_bytes` (u64 [tensors]) of a room of `room_bytes`.
 
-    `layout` and `table` describe the others as something that is filled, each at its one of `offsets_bytes` (u64
-    [storages]) of a room of `room_bytes`. Its tensors have boxes, or those of other portions would be missed in it.
+    In `layout` they have boxes, or those of other portions would be missed in it.
     """
 
-    specs: tuple[TensorSpec, ...]
     layout: Layout
     table: SegmentTable
     offsets_bytes: NDArray[np.uint64]
@@ -34,11 +32,8 @@ class Portion:
 
     def tensors(self, room: NDArray[np.uint8]) -> Iterator[RawTensor]:
         """Yield the tensors as they lie in a room, u8 [room_bytes]."""
-        offsets = iter(self.offsets_bytes.tolist())
-        for spec in self.specs:
-            length = _bytes_of(spec)
-            at = next(offsets) if length else 0
-            yield RawTensor(spec.name, spec.dtype, spec.shape, room[at : at + length])
+        for spec, at in zip(self.layout.tensors, self.offsets_bytes.tolist(), strict=True):
+            yield RawTensor(spec.name, spec.dtype, spec.shape, room[at : at + _bytes_of(spec)])
 
 
 def cut_portions(whole: Layout, limit_bytes: int) -> list[Portion]:
@@ -64,16 +59,15 @@ def arena_bytes(portions: Sequence[Portion], half_bytes: int) -> int:
 
 
 def _portion(whole: Layout, specs: Sequence[TensorSpec]) -> Portion:
-    filled = [spec for spec in specs if _bytes_of(spec)]
     layout = build_layout(
-        [TensorSpec(spec.name, spec.dtype, spec.shape, (_all_of(spec),)) for spec in filled],
+        [TensorSpec(spec.name, spec.dtype, spec.shape, (_all_of(spec),)) for spec in specs],
         shard=whole.shard,
         num_shards=whole.num_shards,
         segment_bytes=whole.segment_bytes,
         checksum=whole.checksum,
     )
-    ends = np.cumsum([0, *map(_room_of, filled)], dtype=np.uint64)
-    return Portion(tuple(specs), layout, segment_table(layout), ends[:-1], int(ends[-1]))
+    ends = np.cumsum([0, *map(_room_of, specs)], dtype=np.uint64)
+    return Portion(layout, segment_table(layout), ends[:-1], int(ends[-1]))
 
 
 def _all_of(spec: TensorSpec) -> Box:

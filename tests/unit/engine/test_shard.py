@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -117,6 +117,43 @@ def test_loading_that_computes_is_streamed_and_says_so(hub: Hub, trainer: Traine
         assert memory.computes_with(2)
         same = shard.update("latest")
         assert (same.ok, same.version, same.served) == (True, 2, 2), "nothing newer, nothing loaded"
+
+
+def test_a_stream_that_breaks_leaves_dirty_memory_that_nobody_gets(hub: Hub, trainer: Trainer) -> None:
+    """Its first piece has not come: the old version serves on. Later: memory is no version, until one comes whole."""
+    hub.staging_bytes = 0
+    memory = ToyMemory(computes=True)
+    with shard_of(hub, memory) as shard:
+        shard.fill("latest", 5.0)
+        put_to_use(shard)
+        trainer.publish(2)
+        trainer.tensors["k"][0] += 1
+        report = shard.update("latest")
+        assert (report.ok, report.version, report.served, report.published) == (False, 1, 1, True)
+        assert memory.computes_with(1)
+        trainer.publish(3)
+        trainer.tensors["norm"][0] += 1
+        report = shard.update("latest")
+        assert (report.ok, report.version, report.served, report.digest) == (False, None, None, "")
+        assert not shard.process().ok, "dirty memory is not processed"
+        assert not shard.report().published
+        assert holders(hub) == {"trainer"}
+        trainer.publish(4)
+        memory.loading = fail_at("q")
+        report = shard.update("latest")
+        assert (report.ok, report.version, report.message) == (False, None, "q cannot be loaded")
+        memory.loading = lambda name: None
+        assert shard.update("latest").version == 4
+        put_to_use(shard)
+        assert memory.computes_with(4)
+
+
+def fail_at(where: str) -> Callable[[str], None]:
+    def fail(name: str) -> None:
+        if name == where:
+            raise RuntimeError(f"{name} cannot be loaded")
+
+    return fail
 
 
 @pytest.mark.parametrize("kind", [{}, {"in_place": True}, {"computes": True}])

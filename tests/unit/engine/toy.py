@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,6 +59,7 @@ class ToyMemory:
         self.loaded = {"qk": torch.zeros(10, 8), "norm": torch.zeros(8)}
         self.live: dict[str, torch.Tensor] = {}
         self.fails = False
+        self.loading: Callable[[str], None] = lambda name: None
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
         return self.loaded
@@ -67,6 +68,7 @@ class ToyMemory:
         for name, tensor in pairs:
             if name not in NAMES:
                 raise KeyError(name)
+            self.loading(name)
             if self.computes:
                 tensor = tensor * 1
             target = {"q": self.loaded["qk"][:6], "k": self.loaded["qk"][6:], "norm": self.loaded["norm"]}[name]
