@@ -102,28 +102,50 @@ def _factory_entry(model: Any, name: str, factory: Any) -> Iterator[Entry]:
     import torch
 
     parameter = factory.data
-    tensor = _experts_view(model, name, parameter)
+    experts = _experts_of(model, name)
+    tensor = parameter if experts is None else _experts_view(experts, name, parameter)
     ghost = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    axis = max(0, tensor.dim() - 2)
     rows = 0
-    places = []
+    places: list[Place] = []
     for _, part in _flat(replace(factory, data=ghost).build()):
         if not hasattr(part, "global_offset"):
             continue
-        axis = tensor.dim() - 2 if tensor.dim() > 1 else 0
-        local = tuple(rows if number == axis else 0 for number in range(tensor.dim()))
-        places.append(_place(part, local))
+        if experts is None and not _is_row_view(part.data, ghost, rows):
+            raise RegistrationError(
+                f"Megatron rearranges {name!r} for its checkpoints in a way that boxes do not describe: give its "
+                "module's usual sharded_state_dict(), or convert the weights before they are published"
+            )
+        places.append(_place(part, tuple(rows if number == axis else 0 for number in range(tensor.dim()))))
         rows += part.local_shape[axis]
+    if rows != tensor.shape[axis]:
+        raise RegistrationError(f"Megatron describes {rows} of the {tensor.shape[axis]} rows of {name!r}")
     yield Entry(name, parameter, tensor, tuple(places))
 
 
-def _experts_view(model: Any, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the experts [experts, rows, columns] of a GroupedMLP's parameter, which stores them transposed."""
-    stem, _, last = name.rpartition(".")
-    if last not in ("weight1", "weight2"):
-        return parameter
-    experts = model.get_submodule(stem)
+def _is_row_view(part: torch.Tensor, whole: torch.Tensor, rows: int) -> bool:
+    """Tell whether a part is some rows of the tensor as they lie there."""
+    return (
+        part.stride() == whole.stride()
+        and part.shape[1:] == whole.shape[1:]
+        and part.storage_offset() == rows * whole.stride(0)
+    )
+
+
+def _experts_of(model: Any, name: str) -> Any:
+    """Return the module of grouped experts whose parameter this is, if it is one that stores them transposed."""
+    try:
+        from megatron.core.transformer.moe.experts import GroupedMLP
+    except ImportError:  # gone from later releases
+        return None
+    module = model.get_submodule(name.rpartition(".")[0])
+    return module if isinstance(module, GroupedMLP) else None
+
+
+def _experts_view(experts: Any, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the experts [experts, rows, columns] of a transposed parameter, without a copy."""
     hidden, count = experts.config.hidden_size, experts.num_local_experts
-    shape = (count, hidden, -1) if last == "weight1" else (count, -1, hidden)
+    shape = (count, hidden, -1) if name.endswith("weight1") else (count, -1, hidden)
     return parameter.detach().view(shape).transpose(-1, -2)
 
 
