@@ -155,8 +155,7 @@ def test_without_nixl_the_error_says_how_to_install_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_five_hundred_transports_leave_nothing_behind() -> None:
+def test_a_hundred_transports_leave_nothing_behind() -> None:
     memory = np.zeros(1 << 20, np.uint8)
     process = psutil.Process()
 
@@ -172,8 +171,8 @@ def test_five_hundred_transports_leave_nothing_behind() -> None:
     for number in range(20):
         once(number)
     before = process.num_threads(), process.num_fds(), process.memory_info().rss
-    for number in range(20, 500):
+    for number in range(20, 120):
         once(number)
     after = process.num_threads(), process.num_fds(), process.memory_info().rss
     assert after[:2] == before[:2]
-    assert after[2] - before[2] < 64 << 20
+    assert after[2] - before[2] < 12 << 20

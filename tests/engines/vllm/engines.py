@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,7 +67,12 @@ def answers(llm: Any) -> Answers:
 
 
 def fresh(checkpoint: Path, **arguments: Any) -> Answers:
-    """Return what an engine answers that loaded the checkpoint from disk."""
+    """Return what an engine answers that loaded the checkpoint from disk; asked once for each way to bind threads."""
+    return _fresh(checkpoint, os.environ["VLLM_CPU_OMP_THREADS_BIND"], **arguments)
+
+
+@functools.cache
+def _fresh(checkpoint: Path, binding: str, **arguments: Any) -> Answers:
     with running(checkpoint, **arguments) as llm:
         return answers(llm)
 

@@ -1,14 +1,17 @@
-"""One rank of a group without an engine: does filling by traced boxes equal vLLM's own loading?
+"""Groups of ranks without an engine: does filling by traced boxes equal vLLM's own loading?
 
-    python -m tests.engines.vllm.rank TENSOR_PARALLEL PIPELINE_PARALLEL RANK INIT_FILE CHECKPOINT...
+    python -m tests.engines.vllm.rank GROUP...
 
-Prints one JSON line for each checkpoint.
+A group is a JSON object: tensor, pipeline (sizes), folder, checkpoints. This process imports vLLM once and forks every
+rank; rank N writes one JSON line for each checkpoint to FOLDER/N.jsonl. Ends with the number of ranks that failed.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +83,7 @@ def _fill(traced: Any, real: dict[str, torch.Tensor], parameters: dict[str, torc
     return {name: parameter.data.clone() for name, parameter in parameters.items()}
 
 
-def main(tensor: int, pipeline: int, rank: int, init: str, checkpoints: list[str]) -> None:
+def check_all(tensor: int, pipeline: int, rank: int, folder: Path, checkpoints: list[str]) -> None:
     """Join the group and check every checkpoint."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
@@ -95,12 +98,37 @@ def main(tensor: int, pipeline: int, rank: int, init: str, checkpoints: list[str
             pipeline_parallel_size=pipeline,
             distributed_executor_backend="mp" if tensor * pipeline > 1 else None,
         ).create_engine_config()
-        with set_current_vllm_config(config):
+        with set_current_vllm_config(config), (folder / f"{rank}.jsonl").open("a") as output:
             if number == 0:
-                init_distributed_environment(tensor * pipeline, rank, f"file://{init}", rank, "gloo")
+                init_distributed_environment(tensor * pipeline, rank, f"file://{folder / 'init'}", rank, "gloo")
                 ensure_model_parallel_initialized(tensor, pipeline)
-            print(json.dumps(check(config, Path(checkpoint))), flush=True)
+            output.write(json.dumps(check(config, Path(checkpoint))) + "\n")
+
+
+def fork_rank(group: dict[str, Any], rank: int) -> int:
+    """Start a rank; returns its process id."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            check_all(group["tensor"], group["pipeline"], rank, Path(group["folder"]), group["checkpoints"])
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(code)
+    return child
+
+
+def main(groups: list[dict[str, Any]]) -> int:
+    """Run one group after the other; returns how many ranks failed."""
+    import vllm.entrypoints.llm  # noqa: F401  # what takes long, once for all ranks
+
+    failed = 0
+    for group in groups:
+        children = [fork_rank(group, rank) for rank in range(group["tensor"] * group["pipeline"])]
+        failed += sum(os.waitpid(child, 0)[1] != 0 for child in children)
+    return failed
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:])
+    sys.exit(main([json.loads(group) for group in sys.argv[1:]]))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,44 +21,42 @@ TRACED = ("moe", "dense-tied", "dense-untied", "mla", "transposed", "bias-one-kv
 """A mixture of experts first: vLLM makes the expert group only for a first model that has experts."""
 
 
-@pytest.fixture(scope="module", params=[(1, 1), (2, 1), (1, 2)], ids=["one rank", "tensor 2", "pipeline 2"])
-def results(
-    request: pytest.FixtureRequest, checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
-    """Every rank's result for every kind of checkpoint."""
-    init = tmp_path_factory.mktemp("ranks") / "init"
-    tensor, pipeline = request.param
-    kinds = TRACED if pipeline == 1 else TRACED[:3]
-    folders = [str(checkpoints(kind, 1)) for kind in kinds]
+GROUPS = {"one rank": (1, 1), "tensor 2": (2, 1), "pipeline 2": (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def groups(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Run all groups, forked from one process; return the folders with their results."""
+    folders = {name: tmp_path_factory.mktemp("group") for name in GROUPS}
+    jobs = []
+    for name, (tensor, pipeline) in GROUPS.items():
+        job = {"tensor": tensor, "pipeline": pipeline, "folder": str(folders[name])}
+        jobs.append({**job, "checkpoints": [str(checkpoints(kind, 1)) for kind in kinds_of(name)]})
+    command = [sys.executable, "-m", "tests.engines.vllm.rank", *map(json.dumps, jobs)]
     environment = {**os.environ, "VLLM_DIST_IDENT": "tensorhub-trace"}
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.engines.vllm.rank",
-                str(tensor),
-                str(pipeline),
-                str(rank),
-                str(init),
-                *folders,
-            ],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(tensor * pipeline)
-    ]
-    try:
-        outputs = [process.communicate(timeout=250)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    found = [json.loads(line) for text in outputs for line in text.splitlines() if line.startswith("{")]
-    assert len(found) == len(kinds) * tensor * pipeline, outputs
-    return found
+    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True) as process:
+        try:
+            process.wait(timeout=250)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return folders
+
+
+def kinds_of(group: str) -> tuple[str, ...]:
+    return TRACED[:3] if group == "pipeline 2" else TRACED
+
+
+@pytest.fixture(scope="module", params=GROUPS)
+def results(request: pytest.FixtureRequest, groups: dict[str, Path]) -> list[dict[str, Any]]:
+    """Every rank's result for every kind of checkpoint."""
+    tensor, pipeline = GROUPS[request.param]
+    lines = [path.read_text().splitlines() for path in sorted(groups[request.param].glob("*.jsonl"))]
+    found = [[json.loads(line) for line in rank] for rank in lines]
+    assert [len(rank) for rank in found] == [len(kinds_of(request.param))] * (tensor * pipeline), (
+        "see the ranks' errors"
+    )
+    return [result for rank in found for result in rank]
 
 
 def test_filling_by_boxes_equals_loading_bytewise(results: list[dict[str, Any]]) -> None:
