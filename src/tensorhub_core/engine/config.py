@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from tensorhub_core.errors import ConfigError
+from tensorhub_core.layout.casting import check_cast
 
 PauseMode = Literal["wait", "keep", "abort"]
 
@@ -24,8 +25,8 @@ class WeightSourceConfig:
     `zone`: datacentre of this engine. `spot`: it may vanish at any time. `version`: what to start with, a number or
     "latest". `follow`: swap to newer versions by itself. `bootstrap`: with no version to be had, load from disk and
     publish version 0. `mode`: what a swap does with running requests. `staged`: transfer while the old version serves.
-    `cast`: convert dtypes while filling. `timeout_s`: seconds that a start or a swap may wait for weights; None =
-    `call_timeout_s`.
+    `cast`: fill from a version in another floating dtype; a dtype's name: only into that one. `timeout_s`: seconds that
+    a start or a swap may wait for weights; None = `call_timeout_s`.
     """
 
     server: str | None = None
@@ -38,7 +39,7 @@ class WeightSourceConfig:
     bootstrap: bool = False
     mode: PauseMode = "wait"
     staged: bool = False
-    cast: bool = False
+    cast: bool | str = False
     timeout_s: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -61,7 +62,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "bootstrap": (bool,),
     "mode": (str,),
     "staged": (bool,),
-    "cast": (bool,),
+    "cast": (bool, str),
     "timeout_s": (int, float),
 }
 _NULLABLE = ("server", "replica", "zone", "timeout_s")
@@ -118,6 +119,8 @@ def _check(key: str, value: object) -> None:
         check_version(value)
     elif key == "mode":
         check_mode(value)
+    elif key == "cast":
+        check_cast(value)
     elif key in ("model", "replica") and value == "":
         raise ConfigError(f"{key} must not be empty")
     elif key == "timeout_s" and isinstance(value, int | float) and not 0 < value < float("inf"):

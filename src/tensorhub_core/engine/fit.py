@@ -13,6 +13,7 @@ from tensorhub_core.client.observer import Held
 from tensorhub_core.engine.logical import LogicalTensor, logical_tensors
 from tensorhub_core.engine.trace import trace
 from tensorhub_core.errors import LayoutMismatch
+from tensorhub_core.layout.casting import Cast
 from tensorhub_core.layout.types import IDENTITY_TAG, Box, Layout
 
 
@@ -48,7 +49,7 @@ class Fit:
     """How one rank's memory is described to the hub.
 
     `boxes`: physical name -> boxes; None: the bytes are those of engines with the same `tag` only. `streamed`: they
-    come through the engine's own loading of `sources`. `note` says so to users.
+    come through the engine's own loading of `sources`. `note` says so to users. `cast`: which dtypes may be converted.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -58,6 +59,7 @@ class Fit:
     streamed: bool = False
     note: str = ""
     sources: Sequence[LogicalTensor] = field(default_factory=list)
+    cast: Cast = False
 
     @property
     def total_bytes(self) -> int:
@@ -75,13 +77,13 @@ class Fit:
         if sources == self.sources:
             return
         with memory.borrowed():
-            other = fit_logical(memory, sources)
+            other = fit_logical(memory, sources, self.cast)
         if other.boxes != self.boxes:
             raise LayoutMismatch("this version's tensors would be laid out differently in the engine: restart it")
         self.sources = sources
 
 
-def fit(memory: EngineMemory, held: Sequence[Held]) -> Fit:
+def fit(memory: EngineMemory, held: Sequence[Held], cast: Cast = False) -> Fit:
     """Describe the memory so that it can be filled from one of the replicas that hold a version.
 
     Raises LayoutMismatch listing all differences if no replica's tensors fit this engine. Loading thread.
@@ -89,7 +91,7 @@ def fit(memory: EngineMemory, held: Sequence[Held]) -> Fit:
     mismatch: LayoutMismatch | None = None
     for layouts in _by_preference(held):
         try:
-            return fit_logical(memory, logical_tensors(layouts))
+            return fit_logical(memory, logical_tensors(layouts), cast)
         except LayoutMismatch as error:
             mismatch = mismatch or error
     tag = _loaded(memory)
@@ -101,9 +103,9 @@ def fit(memory: EngineMemory, held: Sequence[Held]) -> Fit:
     )
 
 
-def fit_logical(memory: EngineMemory, sources: Sequence[LogicalTensor]) -> Fit:
+def fit_logical(memory: EngineMemory, sources: Sequence[LogicalTensor], cast: Cast = False) -> Fit:
     """Describe the memory so that it can be filled from these logical tensors; errors as of `fit`."""
-    traced = trace(memory.load, memory.parameters(), sources)
+    traced = trace(memory.load, memory.parameters(), sources, cast)
     differences = list(traced.differences)
     if not traced.obstacles:
         differences += [f"missing: the version has nothing for {name!r}" for name in memory.missing(traced.untouched)]
@@ -112,8 +114,9 @@ def fit_logical(memory: EngineMemory, sources: Sequence[LogicalTensor]) -> Fit:
         raise LayoutMismatch(text, tuple(differences))
     if traced.obstacles:
         note = "streamed in pieces through the engine's own loading: " + "; ".join(traced.obstacles[:3])
-        return Fit(dict(memory.parameters()), tag=_loaded(memory), streamed=True, note=note, sources=sources)
-    return Fit(traced.tensors, traced.boxes, traced.padding, sources=sources)
+        parameters, tag = dict(memory.parameters()), _loaded(memory)
+        return Fit(parameters, tag=tag, streamed=True, note=note, sources=sources, cast=cast)
+    return Fit(traced.tensors, traced.boxes, traced.padding, sources=sources, cast=cast)
 
 
 def _loaded(memory: EngineMemory) -> str:

@@ -18,12 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tensorhub_core.engine.assembly import Entry, Fill, assemble
 from tensorhub_core.engine.geometry import NotABox, Strided, pieces, region, through
 from tensorhub_core.engine.logical import LogicalTensor
+from tensorhub_core.layout.casting import Cast, may_cast
 from tensorhub_core.layout.types import Box
 
 _ATEN = torch.ops.aten
 _COPIES = (_ATEN.clone.default, _ATEN._to_copy.default)
 _FILLS = (_ATEN.fill_.Scalar, _ATEN.zero_.default)
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+Recorded = tuple["_Recorder", object, "Exception | None"]
+"""What was recorded, what `load_weights` returned, and what it raised."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +48,22 @@ class Trace:
     loaded: object = None
 
 
-def trace(load: LoadWeights, parameters: Mapping[str, torch.Tensor], sources: Sequence[LogicalTensor]) -> Trace:
+def trace(
+    load: LoadWeights, parameters: Mapping[str, torch.Tensor], sources: Sequence[LogicalTensor], cast: Cast = False
+) -> Trace:
     """Record how `load` spreads `sources` over `parameters`, without writing a byte.
 
-    Errors that `load` raises become `differences`, one for each source tensor that causes one. The engine's loading
-    thread, with the engine's own context (distributed groups, current config) set.
+    Errors that `load` raises become `differences`, one for each source tensor that causes one; dtypes that `cast` lets
+    be converted are none. The engine's loading thread, with its context (distributed groups, current config) set.
     """
-    recorder, loaded, error = _record(load, parameters, sources)
+
+    def record(some: Sequence[LogicalTensor]) -> Recorded:
+        return _record(load, parameters, some, cast)
+
+    recorder, loaded, error = record(sources)
     if error is not None and not _needs_data(error):
         dtypes = dict(recorder.dtypes)
-        shapes = list(_culprits(load, parameters, sources, error, dtypes))
+        shapes = list(_culprits(record, sources, error, dtypes))
         return Trace(differences=(*shapes, *dtypes.values()))
     if error is not None:
         return Trace(obstacles=(_told(error),), differences=tuple(recorder.dtypes.values()))
@@ -85,9 +94,9 @@ def _slice(tensor: torch.Tensor, start: tuple[int, ...], shape: tuple[int, ...])
 
 
 def _record(
-    load: LoadWeights, parameters: Mapping[str, torch.Tensor], sources: Sequence[LogicalTensor]
-) -> tuple[_Recorder, object, Exception | None]:
-    recorder = _Recorder(parameters, sources)
+    load: LoadWeights, parameters: Mapping[str, torch.Tensor], sources: Sequence[LogicalTensor], cast: Cast
+) -> Recorded:
+    recorder = _Recorder(parameters, sources, cast)
     loaded, error = None, None
     try:
         with recorder:
@@ -113,8 +122,7 @@ def _told(error: Exception) -> str:
 
 
 def _culprits(
-    load: LoadWeights,
-    parameters: Mapping[str, torch.Tensor],
+    record: Callable[[Sequence[LogicalTensor]], Recorded],
     sources: Sequence[LogicalTensor],
     error: Exception,
     dtypes: dict[str, str],
@@ -130,11 +138,11 @@ def _culprits(
     middle = len(sources) // 2
     alone = True
     for half in (sources[:middle], sources[middle:]):
-        recorder, _, caught = _record(load, parameters, half)
+        recorder, _, caught = record(half)
         dtypes.update(recorder.dtypes)
         if caught is not None:
             alone = False
-            yield from _culprits(load, parameters, half, caught, dtypes)
+            yield from _culprits(record, half, caught, dtypes)
     if alone:
         yield _told(error)
 
@@ -152,9 +160,13 @@ class _Target:
 
 @dataclass(frozen=True)
 class _Origin:
-    """A tensor without memory: a source, or a copy of a view of another one."""
+    """A tensor without memory: a source, or a copy of a view of another one.
+
+    `dtypes`: those that its values have gone through, its own at the end.
+    """
 
     base: Strided
+    dtypes: tuple[torch.dtype, ...]
     source: LogicalTensor | None = None
     parent: int = 0
     view: Strided | None = None
@@ -163,8 +175,9 @@ class _Origin:
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Record copies and fills of parameters while `load_weights` runs."""
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], sources: Sequence[LogicalTensor]) -> None:
+    def __init__(self, parameters: Mapping[str, torch.Tensor], sources: Sequence[LogicalTensor], cast: Cast) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._cast = cast
         self.targets: dict[str, _Target] = {}
         self.obstacles: list[str] = []
         self.dtypes: dict[str, str] = {}
@@ -182,7 +195,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sources = [
             (source, torch.empty(source.shape, dtype=getattr(torch, source.dtype), device="meta")) for source in sources
         ]
-        self._origins = {_storage(tensor): _Origin(_strided(tensor), source) for source, tensor in self._sources}
+        self._origins = {
+            _storage(tensor): _Origin(_strided(tensor), (tensor.dtype,), source) for source, tensor in self._sources
+        }
         self._alive: list[torch.Tensor] = []
         self._order = 0
 
@@ -209,18 +224,26 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._fill(names, args[0], float(args[1]) if len(args) > 1 else 0.0)
             return args[0]
         elif func in _COPIES and _storage(args[0]) in self._origins:
-            if kwargs.get("dtype") in (None, args[0].dtype):
-                return self._derive(args[0], kwargs.get("memory_format") or torch.preserve_format)
-            return torch.empty_like(args[0], dtype=kwargs["dtype"], device="meta")
+            dtype = kwargs.get("dtype") or args[0].dtype
+            if self._follows(args[0], dtype):
+                return self._derive(args[0], kwargs.get("memory_format") or torch.preserve_format, dtype)
+            return torch.empty_like(args[0], dtype=dtype, device="meta")
         elif func._schema.is_mutable and (written := self._written(func, args, kwargs)) is not None:
             return written
         return func(*args, **kwargs)
 
-    def _derive(self, view: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
+    def _follows(self, view: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Tell whether a copy of a view is followed: other conversions than from float to float are computing."""
+        if view.dtype != self._origins[_storage(view)].dtypes[-1]:
+            return False
+        return dtype == view.dtype or may_cast(True, _name(view.dtype), _name(dtype))
+
+    def _derive(self, view: torch.Tensor, memory_format: torch.memory_format, dtype: torch.dtype) -> torch.Tensor:
         """Answer a copy of a tensor without memory by another one that remembers what it is a copy of."""
-        copy = torch.empty_like(view, device="meta", memory_format=memory_format)
+        copy = torch.empty_like(view, dtype=dtype, device="meta", memory_format=memory_format)
         self._alive += [view, copy]
-        self._origins[_storage(copy)] = _Origin(_strided(copy), None, _storage(view), _strided(view))
+        dtypes = _gone_through(self._origins[_storage(view)].dtypes, dtype)
+        self._origins[_storage(copy)] = _Origin(_strided(copy), dtypes, None, _storage(view), _strided(view))
         return copy
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
@@ -255,15 +278,26 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             torch.empty(source.shape, device="meta").expand(dest.shape)  # raises if the copy would
         self._order += 1
         try:
+            self._check_dtypes(source, dest, target)
             for logical, piece in self._resolve(_storage(source), _strided(source), target.base, _strided(dest)):
                 target.entries.append(Entry(logical, piece, self._order))
-                dtype = str(dest.dtype).removeprefix("torch.")
-                if logical.dtype != dtype:
-                    self.dtypes[logical.name] = (
-                        f"dtype of {logical.name!r}: the engine has {dtype}, the version has {logical.dtype}"
-                    )
+                self._compare(logical, _name(dest.dtype))
         except NotABox as reason:
             self.obstacles.append(f"{names[0]}: {reason}")
+
+    def _check_dtypes(self, source: torch.Tensor, dest: torch.Tensor, target: _Target) -> None:
+        """Raise NotABox unless values arrive as they are, or after one conversion into the parameter's dtype."""
+        origin = self._origins.get(_storage(source))
+        if dest.dtype != target.tensor.dtype or (origin is not None and source.dtype != origin.dtypes[-1]):
+            raise NotABox("the loader takes the bytes of one dtype for another one's")
+        if origin is not None and len(_gone_through(origin.dtypes, dest.dtype)) > 2:
+            raise NotABox("the loader converts it more than once")
+
+    def _compare(self, logical: LogicalTensor, dtype: str) -> None:
+        if logical.dtype != dtype and not may_cast(self._cast, logical.dtype, dtype):
+            text = f"dtype of {logical.name!r}: the engine has {dtype}, the version has {logical.dtype}"
+            hint = ', which `"cast": true` would convert' if may_cast(True, logical.dtype, dtype) else ""
+            self.dtypes[logical.name] = text + hint
 
     def _resolve(
         self, storage: int, source: Strided, base: Strided, dest: Strided
@@ -282,8 +316,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         target = self._target(names, dest)
         if target is None or dest.numel() == 0:
             return
+        if dest.dtype != target.tensor.dtype:
+            self.obstacles.append(f"{names[0]}: the loader takes the bytes of one dtype for another one's")
+            return
         self._order += 1
         target.fills += [Fill(start, shape, value, self._order) for start, shape in region(target.base, _strided(dest))]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _gone_through(dtypes: tuple[torch.dtype, ...], last: torch.dtype) -> tuple[torch.dtype, ...]:
+    return dtypes if dtypes[-1] == last else (*dtypes, last)
 
 
 def _swap(views: tuple[Strided, Strided], base: Strided) -> tuple[Strided, Strided, Strided]:

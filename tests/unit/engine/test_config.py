@@ -40,6 +40,8 @@ def test_defaults_and_every_key() -> None:
         ('{"version": true}', ["version", "True"]),
         ('{"follow": 1}', ["follow", "bool"]),
         ('{"timeout_s": 0}', ["timeout_s", "above 0"]),
+        ('{"cast": "int8"}', ["cast", "bf16", "int8"]),
+        ('{"cast": 1}', ["cast"]),
         ('{"model": ""}', ["model", "empty"]),
         ('{"model": null}', ["model"]),
         ("[1]", ["object", "list"]),

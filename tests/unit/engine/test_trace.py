@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from tensorhub_core.engine.logical import LogicalTensor, logical_tensors  # noqa: E402
 from tensorhub_core.engine.trace import Trace, trace  # noqa: E402
 from tensorhub_core.errors import LayoutMismatch  # noqa: E402
+from tensorhub_core.layout.casting import Cast  # noqa: E402
 from tensorhub_core.layout.types import Box, Layout, TensorSpec  # noqa: E402
 
 Loader = Callable[[dict[str, "torch.Tensor"], Iterable[tuple[str, "torch.Tensor"]]], object]
@@ -243,9 +244,64 @@ def test_other_dtypes_are_differences_with_or_without_other_ones() -> None:
     params = {"a": torch.zeros(2, dtype=torch.bfloat16), "b": torch.zeros(2, dtype=torch.bfloat16)}
     sources = [LogicalTensor("a", "float32", (2,)), LogicalTensor("b", "bfloat16", (2,))]
     only_dtype = trace(load, params, sources)
-    assert only_dtype.differences == ("dtype of 'a': the engine has bfloat16, the version has float32",)
+    assert only_dtype.differences == (
+        "dtype of 'a': the engine has bfloat16, the version has float32, which `\"cast\": true` would convert",
+    )
     both = trace(load, params, [sources[0], LogicalTensor("b", "bfloat16", (3,))])
     assert len(both.differences) == 2
+
+
+def traced(load: Loader, source: str, param: str, cast: Cast) -> Trace:
+    params = {"w": torch.zeros(4, 3, dtype=getattr(torch, param))}
+    return trace(lambda weights: load(params, weights), params, [LogicalTensor("w", source, (8, 3))], cast)
+
+
+def plainly(params: dict[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    for name, weight in weights:
+        params[name].copy_(weight[4:])
+
+
+def by_itself(params: dict[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    for name, weight in weights:
+        params[name].copy_(weight.to(params[name].dtype)[4:])
+
+
+@pytest.mark.parametrize("load", [plainly, by_itself])
+def test_floats_are_converted_only_where_that_is_wanted(load: Loader) -> None:
+    expected = traced(plainly, "bfloat16", "bfloat16", False)
+    for source in ("float16", "float32", "float64"):
+        for cast in (True, "bfloat16"):
+            result = traced(load, source, "bfloat16", cast)
+            assert (result.differences, result.obstacles) == ((), ())
+            assert (result.boxes, result.padding) == (expected.boxes, expected.padding), "boxes have no dtype"
+        for cast in (False, "float16", "float32"):
+            assert len(traced(load, source, "bfloat16", cast).differences) == 1
+
+
+@pytest.mark.parametrize(("source", "param"), [("int32", "int64"), ("int32", "float32"), ("bool", "bfloat16")])
+def test_nothing_but_floats_is_converted(source: str, param: str) -> None:
+    assert traced(plainly, source, param, True).differences
+    assert traced(by_itself, source, param, True).obstacles
+
+
+def test_what_changes_values_on_the_way_is_an_obstacle_whatever_is_wanted() -> None:
+    def back_and_forth(params: dict[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            params[name].copy_(weight.to(torch.float16)[4:])
+
+    def reinterprets(params: dict[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            params[name].copy_(weight.view(torch.float16)[4:])
+
+    def writes_bytes(params: dict[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            params[name].view(torch.int16).copy_(weight.view(torch.int16)[4:])
+
+    for cast in (False, True):
+        for source, param in (("float32", "bfloat16"), ("float32", "float32"), ("bfloat16", "float32")):
+            assert traced(back_and_forth, source, param, cast).obstacles, (source, param)
+        assert traced(reinterprets, "bfloat16", "float16", cast).obstacles
+        assert traced(writes_bytes, "bfloat16", "bfloat16", cast).obstacles
 
 
 def layout(shard: int, *specs: TensorSpec, tag: str = "") -> Layout:

@@ -26,6 +26,7 @@ from tensorhub_core.engine.shard import EngineShard
 from tensorhub_core.engine.staging import Staging
 from tensorhub_core.engine.waiting import await_version
 from tensorhub_core.errors import StateError, VersionConflict, VersionUnavailable
+from tensorhub_core.layout.casting import check_cast
 from tensorhub_core.settings import Settings, load_settings
 from tensorhub_vllm import compat
 from tensorhub_vllm.memory import LoadedWeights
@@ -128,7 +129,7 @@ class HubSession:
 
         Returns None on every rank if another replica was faster with other bytes, or with a newer version.
         """
-        shard = self._shard(memory, fit_logical(memory, sources))
+        shard = self._shard(memory, fit_logical(memory, sources, check_cast(self.config.cast)))
         shard.register()
         memory.process()
         conflict = ""
@@ -153,7 +154,7 @@ class HubSession:
         return shard
 
     def _fit(self, memory: LoadedWeights, held: list[Held]) -> Fit:
-        described = fit(memory, held)
+        described = fit(memory, held, check_cast(self.config.cast))
         if described.note:
             logger.warning("%s", described.note)
         return described
