@@ -48,7 +48,7 @@ def connect(
     host: str | None = None,
     spot: bool = False,
     keeper: bool = False,
-    cast: bool = False,
+    cast: bool | str = False,
     transport: str | Transport = "auto",
     settings: Mapping[str, object] | Settings | None = None,
 ) -> Worker:
