@@ -25,6 +25,8 @@ class Recipe:
     pp: int = 1
     dp: int = 1
     ep: int = 1
+    etp: int | None = None
+    """Tensor parallel size of experts; None is `tp`."""
     vpp: int | None = None
     layers: int = 2
     groups: int = 4
@@ -41,7 +43,7 @@ class Recipe:
     dist_opt: bool = False
     overlap: bool = False
     moe_layers: tuple[int, ...] | None = None
-    architecture: str = "qwen3"
+    mixtral: bool = False
 
     @property
     def world(self) -> int:
@@ -54,15 +56,23 @@ class Recipe:
         multiple = 8 * self.tp
         return -(-VOCAB // multiple) * multiple
 
+    @property
+    def model_type(self) -> str:
+        """Return the family that has such parts: Mixtral, Qwen or Llama."""
+        if self.mixtral:
+            return "mixtral"
+        family = "qwen3" if self.qk_norm else "qwen2" if self.qkv_bias else ""
+        return f"{family or 'qwen3'}_moe" if self.experts else family or "llama"
+
     def hf_config(self) -> dict[str, Any]:
         """Return the Hugging Face configuration of the same model."""
         moe = {"num_experts": self.experts, "moe_intermediate_size": EXPERT_FFN} if self.experts else {}
-        if self.architecture == "mixtral":
+        if self.mixtral:
             moe = {"num_local_experts": self.experts, "intermediate_size": EXPERT_FFN}
         if self.shared_expert:
             moe["shared_expert_intermediate_size"] = self.shared_expert
         return {
-            "model_type": self.architecture,
+            "model_type": self.model_type,
             "vocab_size": VOCAB,
             "hidden_size": HIDDEN,
             "num_hidden_layers": self.layers,
@@ -71,6 +81,7 @@ class Recipe:
             "head_dim": HEAD_DIM,
             "intermediate_size": FFN,
             "tie_word_embeddings": self.tied,
+            "attention_bias": self.qkv_bias or self.biases,
             **moe,
         }
 
@@ -94,7 +105,7 @@ def build(recipe: Recipe, *, fill: bool = True) -> Built:
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
-        recipe.tp, recipe.pp, recipe.vpp, expert_model_parallel_size=recipe.ep, expert_tensor_parallel_size=None
+        recipe.tp, recipe.pp, recipe.vpp, expert_model_parallel_size=recipe.ep, expert_tensor_parallel_size=recipe.etp
     )
     model_parallel_cuda_manual_seed(1)
     config = transformer_config(recipe)

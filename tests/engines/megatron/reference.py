@@ -95,9 +95,8 @@ def _attention(stem: str, layer: str, name: str, parts: list[Array], recipe: Rec
 
 
 def _mlp(stem: str, name: str, parts: list[Array], recipe: Recipe) -> Iterator[tuple[str, Array]]:
-    mixtral = recipe.architecture == "mixtral"
-    block = f"{stem}block_sparse_moe." if mixtral else f"{stem}mlp."
-    words = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    block = f"{stem}block_sparse_moe." if recipe.mixtral else f"{stem}mlp."
+    words = ("w1", "w3", "w2") if recipe.mixtral else ("gate_proj", "up_proj", "down_proj")
     if name == "linear_fc1.layer_norm_weight":
         yield f"{stem}post_attention_layernorm.weight", parts[0]
     elif name == "router.weight":

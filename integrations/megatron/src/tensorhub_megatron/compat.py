@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tensorhub_core.errors import RegistrationError
+from tensorhub_megatron.hf_config import TrainerFacts
 from tensorhub_megatron.names import Chunk, ModelDims
 
 if TYPE_CHECKING:
@@ -58,6 +59,30 @@ def model_dims(config: Any, vocab: int | None, model_type: str) -> ModelDims:
         vocab=vocab,
         gated=bool(config.gated_linear_unit),
         model_type=model_type,
+    )
+
+
+def facts_of(config: Any, *, tied: bool) -> TrainerFacts:
+    """Return what a TransformerConfig says about the model, for the comparison with a Hugging Face configuration."""
+    experts = config.num_moe_experts
+    pattern = config.moe_layer_freq
+    has_dense = not experts or (0 in pattern if isinstance(pattern, list) else pattern != 1)
+    heads = config.num_attention_heads
+    return TrainerFacts(
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        heads=heads,
+        groups=config.num_query_groups or heads,
+        head_dim=config.kv_channels or config.hidden_size // heads,
+        ffn=config.ffn_hidden_size if has_dense else None,
+        experts=experts or None,
+        expert_ffn=config.moe_ffn_hidden_size if experts else None,
+        shared_ffn=config.moe_shared_expert_intermediate_size,
+        tied=tied,
+        qkv_bias=bool(config.add_qkv_bias or config.add_bias_linear),
+        qk_norm=bool(config.qk_layernorm),
+        zero_centered_norms=bool(config.layernorm_zero_centered_gamma),
+        interleaved_rotary=bool(getattr(config, "rotary_interleaved", False)),
     )
 
 

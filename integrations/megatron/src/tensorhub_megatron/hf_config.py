@@ -5,11 +5,37 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tensorhub_core.errors import ConfigError
 from tensorhub_megatron.names import ModelDims
+
+_BIASED = frozenset({"qwen2", "qwen2_moe"})
+_NORMED = frozenset({"qwen3", "qwen3_moe"})
+_KNOWN = frozenset({"llama", "mistral", "mixtral"}) | _BIASED | _NORMED
+"""Families whose tensors follow from the type: a tensor too many on the trainer's side would get lost unnoticed."""
+
+
+@dataclass(frozen=True)
+class TrainerFacts:
+    """What the trainer's configuration says; None where the model has no such part."""
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    head_dim: int
+    ffn: int | None
+    experts: int | None
+    expert_ffn: int | None
+    shared_ffn: int | None
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+    zero_centered_norms: bool
+    interleaved_rotary: bool
 
 
 def read_hf_config(hf_config: Any) -> dict[str, Any]:
@@ -68,3 +94,48 @@ def dims_of(config: Mapping[str, Any]) -> ModelDims:
 def value_of(config: Mapping[str, Any], *keys: str) -> Any:
     """Return the first of several keys that has a value."""
     return next((config[key] for key in keys if config.get(key) is not None), None)
+
+
+def differences(config: Mapping[str, Any], trainer: TrainerFacts) -> list[str]:
+    """Return everything in which the trainer's model is not the one of a Hugging Face configuration.
+
+    Only what the configuration states is compared.
+    """
+    mixtral = config.get("model_type") == "mixtral"
+    found: list[str] = []
+    for keys, has in (
+        (("num_hidden_layers",), trainer.layers),
+        (("hidden_size",), trainer.hidden),
+        (("num_attention_heads",), trainer.heads),
+        (("num_key_value_heads",), trainer.groups),
+        (("head_dim",), trainer.head_dim),
+        (("num_experts", "num_local_experts", "n_routed_experts"), trainer.experts or 0),
+        (("intermediate_size",), trainer.expert_ffn if mixtral else trainer.ffn),
+        (("moe_intermediate_size",), trainer.expert_ffn),
+        (("shared_expert_intermediate_size",), trainer.shared_ffn or 0),
+        (("tie_word_embeddings",), trainer.tied),
+    ):
+        wanted = value_of(config, *keys)
+        if wanted is not None and has is not None and wanted != has:
+            name = next(key for key in keys if config.get(key) is not None)
+            found.append(f"{name}: the Hugging Face configuration has {wanted}, the trainer {has}")
+    return found + _different_parts(config, trainer)
+
+
+def _different_parts(config: Mapping[str, Any], trainer: TrainerFacts) -> list[str]:
+    kind = str(config.get("model_type") or "")
+    found: list[str] = []
+    if trainer.zero_centered_norms and not kind.startswith(("gemma", "qwen3_next")):
+        found.append("layernorm_zero_centered_gamma: the trainer's norms are smaller by one than the engine's")
+    if kind not in _KNOWN:
+        return found
+    if trainer.interleaved_rotary:
+        found.append("rotary_interleaved: the trainer has the rows of q and k in another order than the engine")
+    for what, has, wanted in (
+        ("biases of q, k and v", trainer.qkv_bias, kind in _BIASED or bool(config.get("attention_bias"))),
+        ("norms of q and k", trainer.qk_norm, kind in _NORMED),
+    ):
+        if has != wanted:
+            one, other = ("trainer", "Hugging Face model") if has else ("Hugging Face model", "trainer")
+            found.append(f"{what}: the {one} has them, the {other} has not")
+    return found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tensorhub_core.errors import RegistrationError
 from tensorhub_core.layout.types import Box
 from tensorhub_megatron import compat
-from tensorhub_megatron.hf_config import read_hf_config, value_of
+from tensorhub_megatron.hf_config import differences, read_hf_config, value_of
 from tensorhub_megatron.names import EMBEDDING, LM_HEAD, OUTPUT_LAYER, ModelDims, boxes_of, parse_key
 
 if TYPE_CHECKING:
@@ -49,28 +49,36 @@ def describe(
     """
     chunks = model_chunks if isinstance(model_chunks, Sequence) else [model_chunks]
     models = [compat.unwrap(chunk) for chunk in chunks]
-    config = read_hf_config(hf_config)
-    vocab = value_of(config, "vocab_size") or getattr(models[0].config, "vocab_size", None)
-    dims = compat.model_dims(models[0].config, vocab, str(config.get("model_type") or ""))
+    own, config = models[0].config, read_hf_config(hf_config)
+    vocab = value_of(config, "vocab_size") or getattr(own, "vocab_size", None)
+    dims = compat.model_dims(own, vocab, str(config.get("model_type") or ""))
+    faults = differences(config, compat.facts_of(own, tied=any(map(compat.is_tied, models))))
     found = Described({}, {}, {})
     unknown: dict[str, None] = {}
     for number, model in enumerate(models):
         prefix = f"chunk{number}." if len(models) > 1 else ""
         for entry in compat.entries(model):
             entry = replace(entry, name=prefix + entry.name)
-            unknown.update(dict.fromkeys(_add(found, entry, dims, compat.is_tied(model), extra_names)))
-    if unknown:
-        raise RegistrationError(
-            "these Megatron parameters have no known Hugging Face name: " + ", ".join(unknown) + "; give "
-            "extra_names={key: name} with the name of each, or None to leave it out"
-        )
+            try:
+                boxes, templates = _boxes(entry, dims, extra_names)
+            except RegistrationError as error:
+                faults.append(str(error))
+                continue
+            unknown.update(dict.fromkeys(templates))
+            _add(found, entry, boxes, compat.is_tied(model))
+    faults += [
+        f"{template}: has no known Hugging Face name; give extra_names={{{template!r}: name}}, or None to leave it out"
+        for template in unknown
+    ]
+    if faults:
+        raise RegistrationError("\n- ".join(("the Megatron model cannot be published as it is:", *faults)))
     return found
 
 
-def _add(
-    found: Described, entry: compat.Entry, dims: ModelDims, tied: bool, extra_names: Mapping[str, str | None] | None
-) -> list[str]:
-    """Add one parameter; return the keys that are not known."""
+def _boxes(
+    entry: compat.Entry, dims: ModelDims, extra_names: Mapping[str, str | None] | None
+) -> tuple[list[Box], list[str]]:
+    """Return what a parameter holds, and the templates of keys that are not known."""
     boxes: list[Box] = []
     unknown: list[str] = []
     for place in entry.places:
@@ -78,13 +86,16 @@ def _add(
         if part is None:
             unknown.append(parse_key(place.key).template)
         boxes.extend(_localised(box, place) for box in part or ())
-    if unknown or not boxes:
-        return unknown
+    return boxes, unknown
+
+
+def _add(found: Described, entry: compat.Entry, boxes: Sequence[Box], tied: bool) -> None:
+    if not boxes:  # nothing but padding, or left out
+        return
     _put(found, entry.name, entry, boxes)
     if tied and entry.places[0].key in (EMBEDDING, OUTPUT_LAYER):
         # Engines that do not tie them ask for both.
         _put(found, f"{entry.name}@{LM_HEAD}", entry, [_renamed(box) for box in boxes])
-    return []
 
 
 def _put(found: Described, name: str, entry: compat.Entry, boxes: Sequence[Box]) -> None:
