@@ -19,8 +19,16 @@ METHODS = {
 }
 BUILTINS = {"eval", "exec"}
 
-ALLOWED = {"tests/processes/server/test_hostile.py"}
-"""It makes a hostile pickle to send, and loads none."""
+ALLOWED = {"tests/processes/server/test_hostile.py", "src/tensorhub_core/checkpoint/pickled.py"}
+"""The first makes a hostile pickle to send, and loads none. The second reads the index of a checkpoint on disk, which is
+a pickle, and makes no object of a class that one names (tests/unit/checkpoint/test_pickled.py)."""
+
+READERS = {
+    "src/tensorhub_core/checkpoint/dcp_index.py",
+    "src/tensorhub_core/checkpoint/saved_tensor.py",
+    "tests/unit/checkpoint/test_pickled.py",
+}
+"""What may use `pickled.read_pickle`: files of a user's checkpoint alone, and nothing that came over a wire."""
 
 
 def offences(tree: ast.AST) -> list[str]:
@@ -61,6 +69,11 @@ def test_nothing_is_unpickled() -> None:
     found = {name_of(path): offences(syntax_tree(path)) for path in files if name_of(path) not in ALLOWED}
     assert len(files) > 20
     assert {path: places for path, places in found.items() if places} == {}
+
+
+def test_only_checkpoints_on_disk_are_read_as_pickles() -> None:
+    users = {name_of(path) for path in python_files(EVERYTHING) if "read_pickle" in path.read_text(encoding="utf-8")}
+    assert users - {"src/tensorhub_core/checkpoint/pickled.py", "tests/static/test_no_pickle.py"} == READERS
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""Read and write Hugging Face safetensors directories."""
+"""Read safetensors, `torch.distributed.checkpoint` and Megatron folders; write safetensors ones."""

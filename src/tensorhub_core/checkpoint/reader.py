@@ -1,22 +1,27 @@
-"""Open a Hugging Face safetensors directory without copying it: every tensor is a view of a memory-mapped file.
-
-The mapping is private and writable although nothing writes to it: network cards register memory for writing, which a
-read-only mapping refuses. A file that changes on disk shows through; readers' checksums catch it. A file that is cut
-off on disk ends the process that serves it, so replace files instead of rewriting them, or open with `copy=True`.
-"""
+"""Open a Hugging Face safetensors directory without copying it: every tensor is a view of a memory-mapped file."""
 
 from __future__ import annotations
 
-import mmap
 import os
-import stat
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorhub_core.checkpoint.files import (
+    Checkpoint,
+    CopyProgress,
+    Extent,
+    copied,
+    existing_folder,
+    file_size,
+    is_inside,
+    map_file,
+    read_small,
+    shifted,
+    warm,
+)
 from tensorhub_core.checkpoint.header import (
     PREFIX_BYTES,
     Entry,
@@ -31,24 +36,6 @@ from tensorhub_core.errors import ConfigError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 256 << 20
-_CHUNK_BYTES = 16 << 20
-_NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0)
-
-CopyProgress = Callable[[int, int], None]
-"""Called with (done_bytes, total_bytes)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A validated checkpoint: `tensors` are sorted by name, their buffers views of the mapped `files`.
-
-    The mappings live as long as a view of them.
-    """
-
-    directory: Path
-    files: tuple[Path, ...]
-    tensors: tuple[RawTensor, ...]
-    total_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +54,12 @@ def open_checkpoint(
     `progress`, they are read once, so that they are in the system's memory when the bytes are needed. `progress` hears
     of the reading. Raises ConfigError naming the file and the tensor that is wrong.
     """
-    folder = Path(directory)
-    if not folder.is_dir():
-        what = "is not a directory" if folder.exists() else "does not exist"
-        raise ConfigError(f"checkpoint directory {folder} {what}")
+    folder = existing_folder(directory)
     paths, index = _find_files(folder)
-    sizes = [_size(path) for path in paths]
+    sizes = [file_size(path, path.parent / INDEX_FILE) for path in paths]
     files: list[_File] = []
     for path, done in zip(paths, np.cumsum([0, *sizes]).tolist(), strict=False):
-        files.append(_open_file(path, copy, _shifted(progress, done, sum(sizes))))
+        files.append(_open_file(path, copy, shifted(progress, done, sum(sizes))))
     _check_names(folder, index, files)
     tensors = sorted((tensor for file in files for tensor in _views(file)), key=lambda tensor: tensor.name)
     if not tensors:
@@ -101,35 +85,16 @@ def _find_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    size = _size(path)
-    if size > _MAX_INDEX_BYTES:
-        raise ConfigError(f"{path} is larger than any index: {size:,} bytes")
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    data = read_small(path, _MAX_INDEX_BYTES, path.parent)
     names = parse_json_object(data, str(path)).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise ConfigError(f"{path} has no weight_map from tensor names to file names")
     if not names:
         raise ConfigError(f"{path}: its weight_map names no tensor")
     for tensor, file in names.items():
-        parts = PurePosixPath(file)
-        if not file or "\0" in file or "\\" in file or parts.is_absolute() or ".." in parts.parts:
+        if not is_inside(file):
             raise ConfigError(f"{path}: tensor {shown(tensor)} is placed outside the directory: {shown(file)}")
     return names
-
-
-def _size(path: Path) -> int:
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        raise ConfigError(f"{path} is missing, though {path.parent / INDEX_FILE} names it") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"{path} is not a regular file")
-    return status.st_size
 
 
 def _open_file(path: Path, copy: bool, progress: CopyProgress | None) -> _File:
@@ -140,55 +105,12 @@ def _open_file(path: Path, copy: bool, progress: CopyProgress | None) -> _File:
             file.seek(PREFIX_BYTES)
             entries = parse_header(file.read(length), size, str(path))
             if copy:
-                return _File(path, entries, _copied(path, size, progress))
+                return _File(path, entries, copied(Extent(path, 0, size), progress))
             if progress is not None:
-                _warm(path, size, progress)
-            return _File(path, entries, _mapped(path, file.fileno(), size))
+                warm(Extent(path, 0, size), progress)
+            return _File(path, entries, map_file(path, file.fileno(), size))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-
-
-def _mapped(path: Path, descriptor: int, size: int) -> NDArray[np.uint8]:
-    flags, protection = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-    try:
-        memory = np.frombuffer(mmap.mmap(descriptor, size, flags=flags, prot=protection), np.uint8)
-    except ValueError:  # shorter than the size that was just asked for
-        raise ConfigError(f"{path} was cut off while it was opened") from None
-    memory.flags.writeable = False
-    return memory
-
-
-def _copied(path: Path, size: int, progress: CopyProgress | None) -> NDArray[np.uint8]:
-    memory = np.empty(size, np.uint8)
-    chunks = (memory[start : start + _CHUNK_BYTES] for start in range(0, size, _CHUNK_BYTES))
-    _read(path, chunks, size, progress)
-    memory.flags.writeable = False
-    return memory
-
-
-def _warm(path: Path, size: int, progress: CopyProgress) -> None:
-    scratch = np.empty(min(size, _CHUNK_BYTES), np.uint8)
-    _read(path, (scratch[: size - start] for start in range(0, size, _CHUNK_BYTES)), size, progress)
-
-
-def _read(path: Path, chunks: Iterable[NDArray[np.uint8]], size: int, progress: CopyProgress | None) -> None:
-    """Read a file into one chunk after the other; raises ConfigError if it ends early."""
-    done = 0
-    with path.open("rb", buffering=0) as file:
-        for chunk in chunks:
-            filled = 0
-            while filled < chunk.nbytes:
-                count = file.readinto(chunk[filled:].data)
-                if not count:
-                    raise ConfigError(f"{path} was cut off while it was read")
-                filled += count
-            done += filled
-            if progress is not None:
-                progress(done, size)
-
-
-def _shifted(progress: CopyProgress | None, before: int, total: int) -> CopyProgress | None:
-    return None if progress is None else lambda done, _: progress(before + done, total)
 
 
 def _views(file: _File) -> list[RawTensor]:

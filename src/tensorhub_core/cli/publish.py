@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from tensorhub_core.checkpoint.reader import open_checkpoint
+from tensorhub_core.checkpoint.formats import FORMATS, OpenOptions, open_folder
+from tensorhub_core.checkpoint.names_file import read_names
 from tensorhub_core.cli.common import server_option
 from tensorhub_core.cli.progress import terminal_progress
 from tensorhub_core.cli.signals import Stop
@@ -31,6 +32,18 @@ _CLOSE_S = 1.0
 @click.option(
     "--copy", is_flag=True, help="Read the files into memory first, so that they may change while they are served."
 )
+@click.option("--format", "kind", type=click.Choice(FORMATS), help="Format of the folder. Default: what it looks like.")
+@click.option("--prefix", help="Serve only the tensors whose keys begin with this, without it (dcp).")
+@click.option(
+    "--names",
+    type=click.Path(path_type=Path),
+    help="JSON file of other names for keys, null to leave one out (dcp, torch_dist).",
+)
+@click.option(
+    "--hf-config",
+    type=click.Path(path_type=Path),
+    help="Hugging Face folder or config.json of the model (torch_dist). Default: config.json in CHECKPOINT_DIR.",
+)
 @server_option
 def publish(
     checkpoint_dir: Path,
@@ -40,19 +53,28 @@ def publish(
     replica: str | None,
     drain_s: float,
     copy: bool,
+    kind: str | None,
+    prefix: str | None,
+    names: Path | None,
+    hf_config: Path | None,
     server: str | None,
 ) -> None:
-    """Serve the safetensors files of CHECKPOINT_DIR as a version until SIGTERM or Ctrl-C.
+    """Serve the weights in CHECKPOINT_DIR as a version until SIGTERM or Ctrl-C.
 
-    Prints `published MODEL VERSION` when everyone can read it. The files are mapped, not copied: leave them alone
-    while they are served, or use --copy.
+    CHECKPOINT_DIR holds Hugging Face safetensors files (safetensors), what torch.distributed.checkpoint saved (dcp), or
+    what Megatron saved (torch_dist; needs tensorhub-megatron and --hf-config). Optimizer states are left out. Prints
+    `published MODEL VERSION` when everyone can read it. The files are mapped, not copied: leave them alone while they
+    are served, or use --copy.
     """
     settings = load_settings(cli={"server": server, "close_timeout_s": _CLOSE_S})
     stop = Stop()
     with terminal_progress("reading") as report:
-        checkpoint = open_checkpoint(checkpoint_dir, copy=copy, progress=report)
+        renamed = None if names is None else read_names(names)
+        checkpoint = open_folder(checkpoint_dir, OpenOptions(prefix, renamed, hf_config, copy, report), kind)
+    if checkpoint.left_out:
+        click.echo(f"left out {checkpoint.left_out} items that are not weights", err=True)
     with connect(settings.client.server, model=model, replica=replica, stream=stream, settings=settings) as worker:
-        worker.register((tensor.name, tensor) for tensor in checkpoint.tensors)
+        worker.register(((tensor.name, tensor) for tensor in checkpoint.tensors), checkpoint.boxes)
         published = worker.publish(version)
         stop.begin_serving()
         click.echo(f"published {model} {version}")

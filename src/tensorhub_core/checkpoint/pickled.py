@@ -1,0 +1,101 @@
+"""Read the pickles inside of torch's checkpoints without running any code that they name.
+
+The one place that unpickles: torch keeps the index of a distributed checkpoint as a pickle on disk, and what describes
+a saved tensor as another one. No object of a class they name is ever made. Names are looked up in a short table of
+inert stand-ins, and every other name is refused before anything is done with it. Nothing that came over a wire gets
+here.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from tensorhub_core.errors import ConfigError
+
+
+class _Sealed(type):
+    """Keep a pickle from changing the stand-ins themselves."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise AttributeError(f"{cls.__name__} cannot be changed")
+
+
+class Record(metaclass=_Sealed):
+    """Stand for an object: the arguments it would have been made from, and the state it would have been given."""
+
+    __slots__ = ("args", "state")
+
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any) -> Record:
+        """Keep the arguments."""
+        self = super().__new__(cls)
+        self.args, self.state = args, None
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep the state."""
+        self.state = state
+
+    def get(self, field: str) -> Any:
+        """Return a field of the state, None without it."""
+        return self.state.get(field) if isinstance(self.state, dict) else None
+
+
+Names = Mapping[tuple[str, str], Any]
+"""What (module, name) stands for: a subclass of Record, `tuple`, `dict`, or a text."""
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, data: bytes, names: Names, persistent: Callable[[Any], Any] | None, what: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self._names, self._persistent, self._what = names, persistent, what
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = self._names.get((module, name))
+        if found is None:
+            raise ConfigError(
+                f"{self._what} names {f'{module}.{name}'[:200]!r}, which is not among the classes of a checkpoint: "
+                "refused, and nothing of it was run"
+            )
+        return found
+
+    def persistent_load(self, key: Any) -> Any:
+        if self._persistent is None:
+            raise ConfigError(f"{self._what} refers to data outside of itself")
+        return self._persistent(key)
+
+
+def read_pickle(data: bytes, names: Names, what: str, persistent: Callable[[Any], Any] | None = None) -> Any:
+    """Return what a pickle holds, made of plain values and of what `names` has.
+
+    `what` names the file in messages. `persistent` resolves references to data outside of the pickle. Raises
+    ConfigError naming the class if any other is asked for, or saying that the pickle is damaged. Any thread.
+    """
+    try:
+        return _Reader(data, names, persistent, what).load()
+    except ConfigError:
+        raise
+    except Exception as error:  # a damaged pickle fails in as many ways as there are operations
+        damaged(what, f"{type(error).__name__}: {str(error)[:200]}")
+
+
+def damaged(what: str, why: str) -> NoReturn:
+    """Raise the ConfigError of a file that is not what it should be."""
+    raise ConfigError(f"{what} is damaged or not a checkpoint of torch's: {why}")
+
+
+def is_count(value: object) -> bool:
+    """Tell whether a value from a pickle is a whole number that can be a size."""
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def counts(value: object) -> tuple[int, ...] | None:
+    """Return a tuple or list of sizes as a tuple, None if it is anything else."""
+    if isinstance(value, tuple | list) and len(value) <= 64 and all(map(is_count, value)):
+        return tuple(value)
+    return None
