@@ -21,7 +21,7 @@ from tensorhub_core.client.sums import host_sums
 from tensorhub_core.client.transfers import Schedule
 from tensorhub_core.errors import TransportError
 from tensorhub_core.layout.dtypes import dtype_bytes
-from tensorhub_core.layout.read_plan import ReadPlan
+from tensorhub_core.layout.read_plan import ReadPlan, shape_of_read
 from tensorhub_core.layout.scatter import scatter_bytes
 from tensorhub_core.layout.segments import segment_box
 from tensorhub_core.layout.types import Checksum
@@ -156,12 +156,13 @@ class Checker:
         for scatter in plan.scatters[read]:
             spec = here.layout.tensors[here.layout.storages[scatter.storage][0]]
             buffer, item_bytes = here.buffers[scatter.storage], dtype_bytes(spec.dtype)
+            shape = shape_of_read(plan, read, box.shape, item_bytes)
             if buffer is not None:
-                scatter_bytes(segment, box.shape, scatter, buffer, spec.shape, item_bytes)
+                scatter_bytes(segment, shape, scatter, buffer, spec.shape, item_bytes)
                 continue
             assert self._devices is not None
             place = here.devices[scatter.storage], int(here.addresses[scatter.storage])
-            self._devices.scatter(segment, box.shape, scatter, *place, spec.shape, item_bytes)
+            self._devices.scatter(segment, shape, scatter, *place, spec.shape, item_bytes)
 
 
 def choose_checks(policy: str, reads: int, chance: np.random.Generator) -> NDArray[np.bool_] | None:

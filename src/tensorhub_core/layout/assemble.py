@@ -1,50 +1,79 @@
-"""Turn pieces into reads of whole segments: in place where a segment lands as it is, through staging elsewhere."""
+"""Turn pieces into reads of segments or of cuts: in place where one lands in one run, through staging elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tensorhub_core.errors import LayoutMismatch
-from tensorhub_core.layout.cuts import no_cuts
+from tensorhub_core.layout.cuts import ExactPolicy
 from tensorhub_core.layout.dtypes import dtype_bytes
-from tensorhub_core.layout.pieces import Piece, SourceTables, covers_source, fully_inside, lattice, touched
+from tensorhub_core.layout.exact import NO_CUT, WHOLE, Choices, Need
+from tensorhub_core.layout.pieces import Piece, SourceTables, covers_source, lattice, part_of, touched
+from tensorhub_core.layout.placing import Placing
 from tensorhub_core.layout.read_plan import ReadPlan
 from tensorhub_core.layout.regions import Point, align, c_strides, is_contiguous
-from tensorhub_core.layout.scatter import Scatter
-from tensorhub_core.layout.segments import Grid, box_in_grid
+from tensorhub_core.layout.segments import Grid
 
 MAX_LANDINGS = 1 << 22
 """Places where the segments of one plan may land; more of them would be a few bytes each."""
 
 _SOURCE_SHIFT = 32
 _SEGMENT_MASK = (1 << _SOURCE_SHIFT) - 1
-_KEY, _STORAGE, _OFFSET, _PIECE, _WHOLE = range(5)
+_KEY, _STORAGE, _OFFSET, _PIECE, _LANDS, _CHOICE = range(6)
 
+_Ints = NDArray[np.int64]
 _Columns = NDArray[np.int64]
-"""i64 [5, landings]: key = source and segment, offset in bytes of the storage, whole = 1 where the segment
-lands as it is, in one run."""
+"""i64 [6, landings]: key = source and segment, offset in bytes of the storage, choice = what would be read for this
+piece alone, lands = 1 where no other bytes would be read and they land in one run."""
 
 
-def assemble(pieces: Sequence[Piece], tables: SourceTables) -> ReadPlan:
-    """Plan reads that deliver all pieces, each segment read once; raises LayoutMismatch if there are too many."""
-    landings = _landings(pieces, tables)
+def assemble(pieces: Sequence[Piece], tables: SourceTables, policies: Sequence[ExactPolicy | None]) -> ReadPlan:
+    """Plan reads that deliver all pieces, each segment once or in cuts; raises LayoutMismatch if there are too many.
+
+    `policies`: by source, when its segments are cut; None = never.
+    """
+    choices = Choices(policies)
+    landings = _landings(pieces, tables, choices)
     landings = landings[:, np.lexsort((landings[_OFFSET], landings[_STORAGE]))]
-    keys, first, read_of, uses = np.unique(landings[_KEY], return_index=True, return_inverse=True, return_counts=True)
+    group = np.unique(landings[_KEY], return_inverse=True)[1].reshape(-1)
+    alone = np.bincount(group)[group] == 1
+    uncut = alone & (landings[_CHOICE] == NO_CUT)
+    landings[_CHOICE, uncut], landings[_LANDS, uncut] = WHOLE, 0
+    if not alone.all():
+        group = _share(landings, group, np.flatnonzero(~alone), pieces, tables, choices)
+    _, first, read_of, uses = np.unique(group, return_index=True, return_inverse=True, return_counts=True)
     order = np.argsort(first)
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
-    read_of, keys, first = place[read_of.reshape(-1)], keys[order], first[order]
-    direct = (uses[order] == 1) & (landings[_WHOLE, first] == 1)
-    source = (keys >> _SOURCE_SHIFT).astype(np.int32)
-    segment = (keys & _SEGMENT_MASK).astype(np.int32)
-    length_bytes = np.zeros(len(keys), np.uint64)
+    direct = (uses[order] == 1) & (landings[_LANDS, first[order]] == 1)
+    return _plan(landings, first[order], place[read_of.reshape(-1)], direct, pieces, tables, choices)
+
+
+def _plan(
+    landings: _Columns,
+    first: _Ints,
+    read_of: _Ints,
+    direct: NDArray[np.bool_],
+    pieces: Sequence[Piece],
+    tables: SourceTables,
+    choices: Choices,
+) -> ReadPlan:
+    """Write down the reads: `first` is the first landing of each, `read_of` the read of each landing."""
+    source = (landings[_KEY, first] >> _SOURCE_SHIFT).astype(np.int32)
+    segment = (landings[_KEY, first] & _SEGMENT_MASK).astype(np.int32)
+    choice = landings[_CHOICE, first]
+    length_bytes = choices.lengths()[choice].astype(np.uint64)
     for number, table in enumerate(tables.tables):
-        mine = source == number
+        mine = (source == number) & (choice == WHOLE)
         length_bytes[mine] = table.length_bytes[segment[mine]]
+    is_cut = choice != WHOLE
     staged = np.flatnonzero(~direct[read_of])
+    staged = staged[np.argsort(read_of[staged], kind="stable")]
+    within = (landings[_KEY, staged] & _SEGMENT_MASK) - _firsts(pieces, tables)[landings[_PIECE, staged]]
     return ReadPlan(
         raw=False,
         source=source,
@@ -53,15 +82,67 @@ def assemble(pieces: Sequence[Piece], tables: SourceTables) -> ReadPlan:
         direct=direct,
         storage=landings[_STORAGE, first].astype(np.int32),
         offset_bytes=landings[_OFFSET, first].astype(np.uint64),
-        scatters=_scatters(pieces, tables, landings[:, staged], read_of[staged]),
+        scatters=Placing(pieces, tables.layouts, choices, read_of[staged], landings[_PIECE, staged], within, choice),
         total_bytes=int(length_bytes.sum()),
-        cut=np.full(len(keys), -1, np.int32),
-        cuts=no_cuts(),
+        cut=np.where(is_cut, np.cumsum(is_cut) - 1, -1).astype(np.int32),
+        cuts=choices.cuts(segment[is_cut], choice[is_cut]),
     )
 
 
-def _landings(pieces: Sequence[Piece], tables: SourceTables) -> _Columns:
-    runs: list[tuple[int, int, int, int, bool]] = []
+def _firsts(pieces: Sequence[Piece], tables: SourceTables) -> _Ints:
+    """Return the number of the first segment of each piece's source storage, i64 [pieces]."""
+    return np.array([tables.segments(piece.source, piece.src_storage)[0] for piece in pieces], np.int64)
+
+
+def _share(
+    landings: _Columns,
+    group: _Ints,
+    shared: _Ints,
+    pieces: Sequence[Piece],
+    tables: SourceTables,
+    choices: Choices,
+) -> _Ints:
+    """Decide for segments that several pieces need whether they are read once or cut for each; returns new groups.
+
+    `group` and the result are i64 [landings]: landings of one group come with one read.
+    """
+    group = group.copy()
+    shared = shared[np.argsort(group[shared], kind="stable")]
+    whole = np.zeros(int(group.max()) + 1, np.bool_)
+    whole[group[shared[landings[_CHOICE, shared] == WHOLE]]] = True
+    settled = whole[group[shared]]
+    landings[_CHOICE, shared[settled]] = WHOLE
+    shared = shared[~settled]
+    begins = np.flatnonzero(np.diff(group[shared], prepend=-1))
+    firsts, added = _firsts(pieces, tables), len(whole)
+    for begin, end in pairwise([*begins.tolist(), len(shared)]):
+        mine = shared[begin:end]
+        needs = tuple(_need_of(landings[:, at].tolist(), pieces, tables, firsts) for at in mine.tolist())
+        numbers = choices.for_several(int(landings[_KEY, mine[0]] >> _SOURCE_SHIFT), needs)
+        landings[_CHOICE, mine] = numbers
+        if len(numbers) > 1:
+            landings[_LANDS, mine] = [choices.lands(*pair) for pair in zip(numbers, needs, strict=True)]
+            group[mine] = added + np.arange(len(mine))
+            added += len(mine)
+    return group
+
+
+def _need_of(landing: list[int], pieces: Sequence[Piece], tables: SourceTables, firsts: _Ints) -> Need:
+    piece = pieces[landing[_PIECE]]
+    within = (landing[_KEY] & _SEGMENT_MASK) - int(firsts[landing[_PIECE]])
+    part = part_of(piece, tables.grid(piece.source, piece.src_spec), within)
+    return _need(piece, part.start, part.length, part.shape)
+
+
+def _need(piece: Piece, start: Point, length: Point, shape: Point) -> Need:
+    """Describe a part of a piece in one segment."""
+    full = piece.dst_spec.shape
+    lands = is_contiguous(align(length, len(full), 1), full)
+    return Need(start, length, shape, dtype_bytes(piece.src_spec.dtype), lands)
+
+
+def _landings(pieces: Sequence[Piece], tables: SourceTables, choices: Choices) -> _Columns:
+    runs: list[tuple[int, int, int, int, bool, int]] = []
     sizes: list[int] = []
     blocks: list[_Columns] = []
     count = 0
@@ -70,20 +151,31 @@ def _landings(pieces: Sequence[Piece], tables: SourceTables) -> _Columns:
         key = (piece.source << _SOURCE_SHIFT) + first
         offset, whole = _place(piece)
         if segments == 1 or whole:
-            runs.append((key, piece.dst_storage, offset, number, whole))
+            lands, choice = whole, WHOLE
+            if not covers_source(piece):
+                lands, choice = _choose(piece, choices)
+            runs.append((key, piece.dst_storage, offset, number, lands, choice))
             sizes.append(segments)
             count += segments
         else:
-            blocks.append(_block(piece, tables, key, number, offset))
+            blocks.append(_block(piece, tables, choices, key, number, offset))
             count += blocks[-1].shape[1]
         if count > MAX_LANDINGS:
             raise LayoutMismatch(f"the plan needs more than {MAX_LANDINGS:,} copies: the layouts are cut too finely")
     return np.concatenate(
-        [_runs(np.array(runs, np.int64).reshape(-1, 5).T, np.array(sizes, np.int64), tables), *blocks], axis=1
+        [_runs(np.array(runs, np.int64).reshape(-1, 6).T, np.array(sizes, np.int64), tables), *blocks], axis=1
     )
 
 
-def _runs(firsts: _Columns, sizes: NDArray[np.int64], tables: SourceTables) -> _Columns:
+def _choose(piece: Piece, choices: Choices) -> tuple[bool, int]:
+    """Choose what to read for a part of a tensor that is one segment."""
+    shape = piece.src_spec.shape
+    need = _need(piece, piece.src_start, align(piece.shape, len(shape), 1), shape)
+    choice = choices.for_one(piece.source, need)
+    return choices.lands(choice, need), choice
+
+
+def _runs(firsts: _Columns, sizes: _Ints, tables: SourceTables) -> _Columns:
     """Spread out runs of segments that keep their distances: `firsts` has the first landing of each."""
     columns = np.repeat(firsts, sizes, axis=1)
     ends = np.cumsum(sizes)
@@ -103,7 +195,7 @@ def _place(piece: Piece) -> tuple[int, bool]:
     return corner * dtype_bytes(piece.dst_spec.dtype), whole
 
 
-def _block(piece: Piece, tables: SourceTables, key: int, number: int, offset: int) -> _Columns:
+def _block(piece: Piece, tables: SourceTables, choices: Choices, key: int, number: int, offset: int) -> _Columns:
     """Return the landings of a piece of a tensor that is cut into several segments."""
     grid = tables.grid(piece.source, piece.src_spec)
     segments, chunk = touched(piece, grid)
@@ -112,52 +204,37 @@ def _block(piece: Piece, tables: SourceTables, key: int, number: int, offset: in
     row = piece.src_start[grid.axis]
     rows = (np.maximum(chunk * grid.rows, row) - row) * strides[grid.axis]
     elements = lattice(shape[: grid.axis], strides[: grid.axis])[:, None] + rows
-    columns = np.empty((5, segments.size), np.int64)
+    columns = np.empty((6, segments.size), np.int64)
     columns[_KEY] = key + segments.reshape(-1)
     columns[_STORAGE] = piece.dst_storage
     columns[_OFFSET] = offset + elements.reshape(-1) * dtype_bytes(piece.dst_spec.dtype)
     columns[_PIECE] = number
-    whole = fully_inside(piece, grid, chunk) & _lands_in_one_run(piece, grid, chunk)
-    columns[_WHOLE] = np.broadcast_to(whole, segments.shape).reshape(-1)
+    chosen = _choose_along(piece, choices, grid, chunk)
+    columns[_LANDS:] = np.broadcast_to(chosen[:, None, :], (2, *segments.shape)).reshape(2, -1)
     return columns
 
 
-def _lands_in_one_run(piece: Piece, grid: Grid, chunk: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Tell for each chunk along the grid's axis whether its segments, if inside the piece, land contiguously."""
-    source, full = piece.src_spec.shape, piece.dst_spec.shape
-    rows = np.minimum(grid.rows, source[grid.axis] - chunk * grid.rows)
-    runs = {
-        length: is_contiguous(align((*(1,) * grid.axis, length, *source[grid.axis + 1 :]), len(full), 1), full)
-        for length in set(rows.tolist())
-    }
-    return np.array([runs[length] for length in rows.tolist()], np.bool_)
-
-
-def _scatters(
-    pieces: Sequence[Piece], tables: SourceTables, staged: _Columns, reads: NDArray[np.int64]
-) -> dict[int, tuple[Scatter, ...]]:
-    found: dict[int, list[Scatter]] = {}
-    grids: dict[int, Grid] = {}
-    for read, key, number in zip(reads.tolist(), staged[_KEY].tolist(), staged[_PIECE].tolist(), strict=True):
-        piece = pieces[number]
-        if number not in grids:
-            grids[number] = tables.grid(piece.source, piece.src_spec)
-        first, _ = tables.segments(piece.source, piece.src_storage)
-        segment = (key & _SEGMENT_MASK) - first
-        found.setdefault(read, []).append(_scatter(piece, *box_in_grid(piece.src_spec.shape, grids[number], segment)))
-    return {read: tuple(scatters) for read, scatters in sorted(found.items())}
-
-
-def _scatter(piece: Piece, start: Point, shape: Point) -> Scatter:
-    """Return the part of a piece that lies in the segment with this box."""
-    begin = piece.src_start
-    length = align(piece.shape, len(begin), 1)
-    lo = tuple(map(max, start, begin))
-    hi = tuple(min(a + b, c + d) for a, b, c, d in zip(start, shape, begin, length, strict=True))
-    moved = align(tuple(a - b for a, b in zip(lo, begin, strict=True)), len(piece.dst_start), 0)
-    return Scatter(
-        storage=piece.dst_storage,
-        dst_start=tuple(a + b for a, b in zip(piece.dst_start, moved, strict=True)),
-        src_start=tuple(a - b for a, b in zip(lo, start, strict=True)),
-        shape=align(tuple(b - a for a, b in zip(lo, hi, strict=True)), len(piece.shape), 1),
-    )
+def _choose_along(piece: Piece, choices: Choices, grid: Grid, chunk: _Ints) -> _Ints:
+    """Choose what to read of the segments in each chunk along the grid's axis: lands and choice, i64 [2, chunk]."""
+    axis, full = grid.axis, piece.src_spec.shape
+    shape = align(piece.shape, len(full), 1)
+    row, first = piece.src_start[axis], chunk * grid.rows
+    begin, end = np.maximum(first, row), np.minimum(first + grid.rows, row + shape[axis])
+    found: dict[tuple[int, int, int], tuple[bool, int]] = {}
+    kinds = np.stack([begin - first, end - begin, np.minimum(grid.rows, full[axis] - first)], axis=1)
+    chosen: list[tuple[bool, int]] = []
+    for kind in map(tuple, kinds.tolist()):
+        if kind not in found:
+            start, length, rows = kind
+            lead, inner = (0,) * axis, piece.src_start[axis + 1 :]
+            ones = (1,) * axis
+            need = _need(
+                piece,
+                (*lead, start, *inner),
+                (*ones, length, *shape[axis + 1 :]),
+                (*ones, rows, *full[axis + 1 :]),
+            )
+            choice = choices.for_one(piece.source, need)
+            found[kind] = choices.lands(choice, need), choice
+        chosen.append(found[kind])
+    return np.array(chosen, np.int64).T

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import sub
+from operator import add, sub
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from tensorhub_core.layout.dtypes import dtype_bytes
 from tensorhub_core.layout.holdings import Holding
 from tensorhub_core.layout.regions import Point, Region, align, c_strides
-from tensorhub_core.layout.segments import Grid, SegmentTable, grid_of, segment_table
+from tensorhub_core.layout.segments import Grid, SegmentTable, box_in_grid, grid_of, segment_table
 from tensorhub_core.layout.types import Layout, TensorSpec
 
 
@@ -30,6 +31,18 @@ class Piece(msgspec.Struct, frozen=True):
     dst_spec: TensorSpec
     dst_start: Point
     shape: Point
+
+
+class Part(NamedTuple):
+    """The part of a piece that lies in one segment, in elements.
+
+    It is the box `start`, `length` of a segment of `shape`, and goes to `dst_start` of the destination's tensor.
+    """
+
+    start: Point
+    length: Point
+    shape: Point
+    dst_start: Point
 
 
 class SourceTables:
@@ -84,6 +97,22 @@ def covers_source(piece: Piece) -> bool:
     """Tell whether the piece is all of the source's tensor."""
     shape = piece.src_spec.shape
     return align(piece.shape, len(shape), 1) == shape
+
+
+def part_of(piece: Piece, grid: Grid, number: int) -> Part:
+    """Return the part of a piece in its storage's segment of this number, which it touches."""
+    begin = piece.src_start
+    at, shape = box_in_grid(piece.src_spec.shape, grid, number)
+    full = align(piece.shape, len(begin), 1)
+    lo = tuple(map(max, at, begin))
+    hi = tuple(min(a + b, c + d) for a, b, c, d in zip(at, shape, begin, full, strict=True))
+    moved = align(tuple(map(sub, lo, begin)), len(piece.dst_start), 0)
+    return Part(
+        start=tuple(map(sub, lo, at)),
+        length=tuple(map(sub, hi, lo)),
+        shape=shape,
+        dst_start=tuple(map(add, piece.dst_start, moved)),
+    )
 
 
 def lattice(lengths: Point, strides: Point) -> NDArray[np.int64]:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from tensorhub_core.errors import LayoutMismatch
 from tensorhub_core.layout.assemble import assemble
+from tensorhub_core.layout.cuts import ExactPolicy
 from tensorhub_core.layout.match import match
 from tensorhub_core.layout.pieces import SourceTables
 from tensorhub_core.layout.read_plan import ReadPlan, plan_raw
@@ -22,13 +23,17 @@ def plan_read(
     sources: Sequence[Layout],
     sums: Sequence[NDArray[np.uint64]] | None = None,
     table: SegmentTable | None = None,
+    exact: ExactPolicy | Sequence[ExactPolicy | None] | None = None,
 ) -> ReadPlan:
     """Plan how `destination` is filled from equal layouts or from the shards of a replica in other layouts.
 
     All layouts are valid (`build_layout`, `decode_layout`). `sums` u64 [segments] per source lets bytes that must be
     equal be compared before anything moves. Several sources of the destination's own layout each hold all of it: the
     plan is then `raw`, and any of them may be read. Elsewhere every box of the destination is proven to be covered,
-    each point once. Whoever has the destination's `table` saves some milliseconds. Raises LayoutMismatch listing all
+    each point once. Whoever has the destination's `table` saves some milliseconds.
+
+    `exact` says when parts of segments are read (for all sources, or for each); None = whole segments only, whose
+    checksums everyone has. Which source gives which bytes does not depend on it. Raises LayoutMismatch listing all
     differences. Any thread.
     """
     if sources and all(source is destination or source == destination for source in sources):
@@ -39,7 +44,8 @@ def plan_read(
         return plan_raw(table)
     tables = SourceTables(sources, sums)
     _check_counts(sums, [len(table) for table in tables.tables])
-    return assemble(match(destination, sources, tables), tables)
+    policies = [exact] * len(sources) if exact is None or isinstance(exact, ExactPolicy) else exact
+    return assemble(match(destination, sources, tables), tables, policies)
 
 
 def _check_counts(sums: Sequence[NDArray[np.uint64]] | None, segments: list[int]) -> None:
@@ -47,4 +53,4 @@ def _check_counts(sums: Sequence[NDArray[np.uint64]] | None, segments: list[int]
         raise LayoutMismatch("the version's checksums do not belong to its layouts: there are not as many as segments")
 
 
-__all__ = ["ReadPlan", "Scatter", "plan_raw", "plan_read"]
+__all__ = ["ExactPolicy", "ReadPlan", "Scatter", "plan_raw", "plan_read"]

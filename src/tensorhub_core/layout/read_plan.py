@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorhub_core.layout.cuts import Cuts, no_cuts
+from tensorhub_core.layout.cuts import Cuts, box_of_form, no_cuts
+from tensorhub_core.layout.regions import Point
 from tensorhub_core.layout.scatter import Scatter
 from tensorhub_core.layout.segments import SegmentTable
 
@@ -24,7 +25,7 @@ class ReadPlan:
     Where `direct[i]`, what was read lands as it is, in one run, at `offset_bytes[i]` (u64) of the destination's storage
     `storage[i]` (i32). Elsewhere it is staged, as one run, and copied out by `scatters[i]`; storage and offset then say
     where the first of its bytes goes. Scatters take the staged bytes for a C-ordered box: the segment's own
-    (`segment_box`), and of a cut the smaller box of that one that its runs are (`box_of_cut`), with as many axes.
+    (`segment_box`), and of a cut the smaller box of that one that its runs are (`shape_of_read`), with as many axes.
 
     Reads are in the destination's canonical order. In a `raw` plan, read `i` is segment `i`, and every source has it:
     `source` then says nothing, and nothing is cut.
@@ -48,6 +49,29 @@ class ReadPlan:
     def cuts_of(self, source: int) -> Cuts:
         """Return the cuts of one source, in the order of their reads."""
         return self.cuts.take(self.cut[(self.source == source) & (self.cut >= 0)])
+
+
+def shape_of_read(plan: ReadPlan, read: int, shape: Point, item_bytes: int) -> Point:
+    """Return the shape of what a read brings, in elements: its segment's `shape`, or of a cut that of its box."""
+    cut = int(plan.cut[read])
+    if cut < 0:
+        return shape
+    cuts = plan.cuts
+    in_bytes = (cuts.offset_bytes[cut], cuts.run_bytes[cut], cuts.stride_bytes[cut])
+    offset, run, stride = (int(number) // item_bytes for number in in_bytes)
+    return box_of_form((offset, run, stride, int(cuts.count[cut])), shape)[1]
+
+
+def carry(verified: NDArray[np.bool_], before: ReadPlan, now: ReadPlan) -> NDArray[np.bool_]:
+    """Return which reads of a plan, bool [reads], are done if those `verified` of another plan are.
+
+    Both plans fill one destination from equal sources, each by its own `exact`: so every segment fills the same places.
+    """
+    if before.raw or now.raw:
+        return verified.copy() if before.raw and now.raw else np.zeros(len(now), np.bool_)
+    keys = [plan.source.astype(np.int64) << 32 | plan.segment for plan in (before, now)]
+    missing = np.unique(keys[0][~verified])
+    return np.isin(keys[1], keys[0]) & ~np.isin(keys[1], missing)
 
 
 def plan_raw(table: SegmentTable) -> ReadPlan:

@@ -9,10 +9,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from tensorhub_core.layout.canonical import dtype_bytes
-from tensorhub_core.layout.plan import ReadPlan
+from tensorhub_core.layout.read_plan import ReadPlan, shape_of_read
 from tensorhub_core.layout.scatter import scatter_bytes
 from tensorhub_core.layout.segments import segment_box, segment_table
-from tensorhub_core.layout.types import Box, Layout, TensorSpec
+from tensorhub_core.layout.types import Box, Layout, Segment, TensorSpec
 
 SENTINEL = 0xA5
 
@@ -92,6 +92,16 @@ def sums_of(layout: Layout, buffers: Sequence[Bytes]) -> NDArray[np.uint64]:
     return np.array([xxhash.xxh3_64_intdigest(buffers[s][a : a + n].tobytes()) for s, a, n in runs], np.uint64)
 
 
+def taken(plan: ReadPlan, read: int, segment: Segment) -> NDArray[np.int64]:
+    """Return which bytes of its segment a read takes, in their order."""
+    cut, cuts = int(plan.cut[read]), plan.cuts
+    if cut < 0:
+        return np.arange(segment.length_bytes)
+    assert cuts.segment[cut] == segment.index
+    begins = cuts.offset_bytes[cut] + np.arange(cuts.count[cut]) * cuts.stride_bytes[cut]
+    return (begins[:, None] + np.arange(cuts.run_bytes[cut])).reshape(-1)
+
+
 def execute(
     plan: ReadPlan, destination: Layout, sources: Sequence[Layout], memory: Sequence[Sequence[Bytes]]
 ) -> tuple[list[Bytes], list[NDArray[np.int64]]]:
@@ -102,9 +112,9 @@ def execute(
     for read in range(len(plan)):
         source, index = int(plan.source[read]), int(plan.segment[read])
         segment = segment_box(sources[source], tables[source], index)
-        assert segment.length_bytes == plan.length_bytes[read]
         begin = segment.offset_bytes
-        data = memory[source][segment.storage][begin : begin + segment.length_bytes].copy()
+        data = memory[source][segment.storage][begin : begin + segment.length_bytes][taken(plan, read, segment)]
+        assert len(data) == plan.length_bytes[read]
         if plan.direct[read]:
             storage, offset = int(plan.storage[read]), int(plan.offset_bytes[read])
             assert offset + len(data) <= len(buffers[storage])
@@ -114,8 +124,9 @@ def execute(
         for scatter in plan.scatters[read]:
             spec = destination.tensors[destination.storages[scatter.storage][0]]
             item_bytes = dtype_bytes(spec.dtype)
-            scatter_bytes(data, segment.shape, scatter, buffers[scatter.storage], spec.shape, item_bytes)
+            shape = shape_of_read(plan, read, segment.shape, item_bytes)
+            scatter_bytes(data, shape, scatter, buffers[scatter.storage], spec.shape, item_bytes)
             mark = np.zeros(len(buffers[scatter.storage]), np.uint8)
-            scatter_bytes(np.ones_like(data), segment.shape, scatter, mark, spec.shape, item_bytes)
+            scatter_bytes(np.ones_like(data), shape, scatter, mark, spec.shape, item_bytes)
             writes[scatter.storage] += mark
     return buffers, writes
