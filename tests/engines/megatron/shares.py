@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tensorhub_core.layout.canonical import build_layout
-from tensorhub_core.layout.types import Layout, TensorSpec
-from tensorhub_megatron.layout import Described, describe
+from tensorhub_core.client.memory import RegisteredMemory
+from tensorhub_core.layout.types import Layout
+from tensorhub_megatron.layout import describe
 
 from .models import Built, Recipe, build, global_names
 from .reference import Array, Share
@@ -29,7 +29,10 @@ class Sent:
 
 
 def send(rank: int, recipe: Recipe, changes: Mapping[str, int] | None = None) -> Sent:
-    """Build a rank's part of a model and describe it; `changes` adds to local parameters' first elements by name."""
+    """Build a rank's part of a model, describe and register it.
+
+    `changes` adds to the first elements of parameters that `rank:name` names.
+    """
     built = build(recipe)
     with torch.no_grad():
         for chunk in built.chunks:
@@ -38,21 +41,9 @@ def send(rank: int, recipe: Recipe, changes: Mapping[str, int] | None = None) ->
                     parameter.view(-1)[0] += changes[f"{rank}:{name}"]
     described = describe(built.chunks, recipe.hf_config())
     assert described.moved() == []
-    layout = layout_of(described, rank, recipe.world)
-    memory = [bytes_of(described.tensors[layout.tensors[group[0]].name]) for group in layout.storages]
-    return Sent(layout, memory, shares_of(built))
-
-
-def layout_of(described: Described, rank: int, world: int) -> Layout:
-    """Return the layout that registering would make."""
-    specs = [
-        TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), described.boxes[name])
-        for name, tensor in described.tensors.items()
-    ]
-    places: dict[tuple[int, torch.Size], list[str]] = {}
-    for name, tensor in described.tensors.items():
-        places.setdefault((tensor.data_ptr(), tensor.shape), []).append(name)
-    return build_layout(specs, places.values(), shard=rank, num_shards=world)
+    registered = RegisteredMemory(described.tensors, described.boxes, shard=rank, num_shards=recipe.world)
+    registered.collect()
+    return Sent(registered.layout, [np.array(buffer) for buffer in registered.buffers], shares_of(built))
 
 
 def shares_of(built: Built) -> list[Share]:
@@ -67,8 +58,3 @@ def shares_of(built: Built) -> list[Share]:
 def array_of(tensor: torch.Tensor) -> Array:
     """Return a tensor's bits as an array of integers."""
     return np.array(tensor.detach().contiguous().view(_INTS[tensor.element_size()]).numpy())
-
-
-def bytes_of(tensor: torch.Tensor) -> Any:
-    """Return a tensor's bytes, u8 [bytes]."""
-    return array_of(tensor).reshape(-1).view(np.uint8)

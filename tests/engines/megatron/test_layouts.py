@@ -15,9 +15,9 @@ from .models import EXPERT_FFN, FFN, HEAD_DIM, HEADS, HIDDEN, VOCAB, Recipe
 from .ranks import Ranks
 from .reference import hugging_face
 from .shares import Sent, send
+from .trainer_layouts import Grid, trainer_layouts
 
 RECIPES = {
-    "one": Recipe(),
     "tp2-bias": Recipe(tp=2, qkv_bias=True),
     "tp2-all-biases": Recipe(tp=2, biases=True, groups=8),
     "tp2-one-group": Recipe(tp=2, groups=1, qk_norm=True),
@@ -75,6 +75,20 @@ def shape_of(recipe: Recipe) -> ModelShape:
     )
 
 
+def grid_of(recipe: Recipe) -> Grid:
+    """Return how a recipe divides the model."""
+    return Grid(
+        tp=recipe.tp,
+        pp=recipe.pp,
+        dp=recipe.dp,
+        ep=recipe.ep,
+        etp=recipe.tp if recipe.etp is None else recipe.etp,
+        vocab_multiple=8,
+        fused_norms=recipe.fused_norms,
+        grouped_experts=recipe.experts_as == "te_grouped",
+    )
+
+
 def truth_of(sent: list[Sent], recipe: Recipe) -> dict[str, Bytes]:
     """Return the gathered model as u8 [*shape, item bytes], and check that it is the model that was asked for."""
     gathered = hugging_face([each.shares for each in sent], recipe)
@@ -88,6 +102,8 @@ def test_engines_get_what_gathering_and_slicing_gives(name: str, ranks: Callable
     sent = ranks(recipe.world).run(send, recipe)
     truth = truth_of(sent, recipe)
     sources, memory = [each.layout for each in sent], [each.memory for each in sent]
+    if recipe.experts_as != "grouped" and recipe.vpp is None:
+        assert sources == trainer_layouts(shape_of(recipe), grid_of(recipe))
     sums = [sums_of(*pair) for pair in zip(sources, memory, strict=True)]
     for tp in (1, 2, 4, 8):
         for rank in range(tp):
