@@ -11,6 +11,7 @@ import torch
 
 from tensorhub_core.errors import ConfigError, DeadlineExceeded, RegistrationError, StateError
 from tensorhub_megatron import Publisher, parameters_of
+from tensorhub_megatron.publication import Publication, Registration
 
 
 class RecordingWorker:
@@ -22,6 +23,12 @@ class RecordingWorker:
         self.seen: dict[int, dict[str, torch.Tensor]] = {}
         self.published = False
         self.readers = 0
+        self.registrations = 0
+
+    def register(self, tensors: Any, boxes: Any = None) -> None:
+        assert not self.published
+        assert tensors.keys() == self.tensors.keys()
+        self.registrations += 1
 
     def publish(self, version: int) -> None:
         assert not self.published
@@ -38,6 +45,28 @@ class RecordingWorker:
 
     def close(self) -> None:
         self.events.append("close")
+
+
+class PlainWeights:
+    """Weights that stay where they are."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def refresh(self) -> None:
+        pass
+
+    def describe(self) -> Registration:
+        return Registration(self.tensors)
+
+    def moved(self) -> bool:
+        return False
+
+
+def follow(worker: RecordingWorker, optimizer: Any, **how: Any) -> Publisher:
+    publication = Publication(PlainWeights(worker.tensors), **how)
+    publication.open(lambda: worker)
+    return Publisher(publication, optimizer)
 
 
 class MegatronLikeOptimizer:
@@ -97,7 +126,7 @@ def test_readers_see_exactly_the_weights_after_each_step(
     expected = [start, *train_alone(model, make, 3)]
     model.load_state_dict(start)
     optimizer = make(model.parameters())
-    with Publisher(worker, optimizer, start_version=10) as publisher:
+    with follow(worker, optimizer, start_version=10) as publisher:
         for _ in range(3):
             backward(model)
             optimizer.step()
@@ -113,7 +142,7 @@ def test_with_every_3_weights_stay_unpublished_while_they_change(
     model: torch.nn.Module, worker: RecordingWorker
 ) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    publisher = Publisher(worker, optimizer, every=3)
+    publisher = follow(worker, optimizer, every=3)
     for _ in range(7):
         backward(model)
         optimizer.step()
@@ -123,7 +152,7 @@ def test_with_every_3_weights_stay_unpublished_while_they_change(
 
 def test_a_skipped_step_makes_no_version(model: torch.nn.Module, worker: RecordingWorker) -> None:
     optimizer = MegatronLikeOptimizer(model.parameters())
-    publisher = Publisher(worker, optimizer)
+    publisher = follow(worker, optimizer)
     optimizer.overflow = True
     backward(model)
     assert optimizer.step() == (False, float("inf"), 0)
@@ -137,7 +166,7 @@ def test_a_skipped_step_makes_no_version(model: torch.nn.Module, worker: Recordi
 def test_an_overflow_seen_by_a_loss_scaler_publishes_nothing(model: torch.nn.Module, worker: RecordingWorker) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
-    publisher = Publisher(worker, optimizer)
+    publisher = follow(worker, optimizer)
     for factor, version in ((float("inf"), 0), (1.0, 1)):
         optimizer.zero_grad()
         scaler.scale(model(torch.ones(3, 4)).square().mean() * factor).backward()
@@ -151,7 +180,7 @@ def test_a_step_that_raises_publishes_nothing_until_one_succeeds(
     model: torch.nn.Module, worker: RecordingWorker
 ) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    Publisher(worker, optimizer)
+    follow(worker, optimizer)
 
     def failing_closure() -> float:
         raise ArithmeticError("loss is not finite")
@@ -166,7 +195,7 @@ def test_a_step_that_raises_publishes_nothing_until_one_succeeds(
 
 def test_weights_do_not_change_while_a_reader_stays(model: torch.nn.Module, worker: RecordingWorker) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    publisher = Publisher(worker, optimizer, timeout_s=0.5)
+    publisher = follow(worker, optimizer, timeout_s=0.5)
     before = {name: tensor.detach().clone() for name, tensor in worker.tensors.items()}
     backward(model)
     worker.readers = 1
@@ -185,9 +214,9 @@ def test_a_learning_rate_scheduler_works_with_it(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if first == "scheduler":
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        publisher = Publisher(worker, optimizer)
+        publisher = follow(worker, optimizer)
     else:
-        publisher = Publisher(worker, optimizer)
+        publisher = follow(worker, optimizer)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     backward(model)
     optimizer.step()
@@ -202,14 +231,46 @@ def test_a_learning_rate_scheduler_works_with_it(
 
 def test_close_gives_the_optimizer_its_own_step_back(model: torch.nn.Module, worker: RecordingWorker) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    publisher = Publisher(worker, optimizer)
+    publisher = follow(worker, optimizer)
     with pytest.raises(StateError, match="attached already"):
-        Publisher(worker, optimizer)
+        follow(RecordingWorker(worker.tensors), optimizer)
     publisher.close()
     publisher.close()
-    assert "step" not in vars(optimizer)
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
     assert worker.events == ["publish 0", "close"]
-    Publisher(RecordingWorker(worker.tensors), optimizer)
+    follow(RecordingWorker(worker.tensors), optimizer)
+
+
+def test_close_gives_an_optimizer_without_hooks_its_own_step_back(
+    model: torch.nn.Module, worker: RecordingWorker
+) -> None:
+    optimizer = MegatronLikeOptimizer(model.parameters())
+    publisher = follow(worker, optimizer)
+    with pytest.raises(StateError, match="attached already"):
+        follow(RecordingWorker(worker.tensors), optimizer)
+    publisher.close()
+    assert set(vars(optimizer)) == {"inner", "overflow"}
+    optimizer.overflow = True
+    assert optimizer.step() == (False, float("inf"), 0)
+    assert worker.events == ["publish 0", "close"]
+
+
+def test_weights_can_be_taken_back_between_steps_and_given_again(
+    model: torch.nn.Module, worker: RecordingWorker
+) -> None:
+    publisher = follow(worker, torch.optim.SGD(model.parameters(), lr=0.1), start_version=4)
+    publisher.unpublish()
+    publisher.publish()
+    publisher.unpublish()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    publisher.publish(changed=True)
+    assert publisher.version == 5
+    assert worker.events == ["publish 4", "unpublish", "publish 4", "unpublish", "publish 5"]
+    assert not worker.seen[5]["0.weight"].any()
+    # What is registered anew may be other memory at the same addresses.
+    assert worker.registrations == 3
 
 
 def test_tied_parameters_have_all_their_names_and_share_memory() -> None:
@@ -239,5 +300,5 @@ def test_impossible_numbers_are_refused(
 ) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError):
-        Publisher(worker, optimizer, start_version=start_version, every=every)
+        follow(worker, optimizer, start_version=start_version, every=every)
     assert worker.events == []

@@ -8,92 +8,70 @@ Megatron's optimizer returns False) makes no new version.
 from __future__ import annotations
 
 import functools
-import time
 import types
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tensorhub_core import connect
-from tensorhub_core.errors import ConfigError, RegistrationError, StateError
+from tensorhub_core.errors import RegistrationError, StateError
+from tensorhub_megatron.publication import Publication, Registration
 
 if TYPE_CHECKING:
     import torch
 
-
-class PublishingWorker(Protocol):
-    """What a `Publisher` needs of a `tensorhub_core` worker."""
-
-    def publish(self, version: int) -> Any:
-        """Make the registered memory readable as `version`."""
-
-    def unpublish(self, timeout_s: float | None = None) -> Any:
-        """Return when no reader can see the memory any more."""
-
-    def close(self) -> None:
-        """Leave."""
+_MARK = "_tensorhub_publisher"
 
 
 class Publisher:
-    """Publishes after every `every`-th step of one optimizer, until closed. Use it from the training thread."""
+    """Publishes after every `every`-th step of one optimizer, until closed; a context manager.
 
-    def __init__(
-        self,
-        worker: PublishingWorker,
-        optimizer: Any,
-        *,
-        start_version: int = 0,
-        every: int = 1,
-        timeout_s: float | None = None,
-        check: Callable[[], None] | None = None,
-    ) -> None:
-        """Publish `start_version` and wrap `optimizer.step`; `worker` has the weights registered already.
+    On several ranks each has one; `step`, `unpublish` and `publish` are called by all of them alike, from the training
+    thread.
+    """
 
-        `timeout_s` bounds the wait for readers before a step; DeadlineExceeded then comes out of `optimizer.step`,
-        which has changed nothing and may be called again. `check` runs before each publish, and what it raises keeps
-        the version from being published. Raises ConfigError for impossible numbers, StateError if the
-        optimizer is attached already, and what `worker.publish` raises.
-        """
-        if every < 1 or start_version < 0:
-            raise ConfigError(f"every = {every} must be at least 1, start_version = {start_version} at least 0")
-        if getattr(optimizer.step, "_tensorhub_publisher", None) is not None:
-            raise StateError("this optimizer is attached already: close() the first publisher, or keep using it")
-        self._worker = worker
-        self._optimizer = optimizer
-        self._every = every
-        self._timeout_s = timeout_s
-        self._check = check
-        self._version = start_version
-        self._steps = 0
-        self._is_published = False
+    def __init__(self, publication: Publication, optimizer: Any) -> None:
+        """Take over an open publication and follow `optimizer`; `attach()` and its kin do this."""
+        self._publication = publication
+        self._optimizer = stepping(optimizer)
+        self._was_offered = False
         self._is_closed = False
-        self._last_wait_s = 0.0
-        self._publish(start_version)
-        self._own_step = vars(optimizer).get("step")
-        self._wrapped = self._wrap(optimizer.step)
-        optimizer.step = self._wrapped
+        self._detach = _follow(self._optimizer, self._before, self._after)
+        setattr(self._optimizer, _MARK, self)
 
     @property
     def version(self) -> int:
-        """The newest version that was published."""
-        return self._version
+        """The newest version that was published, by every rank."""
+        return self._publication.version
 
     @property
     def last_wait_s(self) -> float:
-        """Seconds that the last step waited for readers."""
-        return self._last_wait_s
+        """Seconds that the last step waited for readers, of this rank or of another one."""
+        return self._publication.last_wait_s
+
+    def unpublish(self) -> None:
+        """Take the weights back until `publish()`: before they are offloaded, or changed by anything but the optimizer.
+
+        Returns when no reader can see them any more. Raises DeadlineExceeded after `timeout_s`.
+        """
+        self._publication.take_back()
+        self._publication.forget_memory()
+
+    def publish(self, *, changed: bool = False) -> None:
+        """Publish the weights again after `unpublish()`, wherever they lie now; `changed`: as the next version."""
+        if changed:
+            self._publication.publish_next()
+        else:
+            self._publication.put_back()
 
     def close(self) -> None:
-        """Give the optimizer its own step back and leave; idempotent."""
+        """Leave the optimizer alone, and leave the hub; idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        if vars(self._optimizer).get("step") is self._wrapped:
-            if self._own_step is None:
-                del self._optimizer.step
-            else:
-                self._optimizer.step = self._own_step
-        self._worker.close()
+        self._detach()
+        delattr(self._optimizer, _MARK)
+        self._publication.close()
 
     def __enter__(self) -> Publisher:
         return self
@@ -103,43 +81,68 @@ class Publisher:
     ) -> None:
         self.close()
 
-    def _wrap(self, step: Callable[..., Any]) -> types.MethodType:
-        # A bound method, and one that shows the wrapped signature: learning rate schedulers and loss scalers look.
-        @functools.wraps(step)
-        def publishing_step(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return step(*args, **kwargs) if self._is_closed else self._step(step, *args, **kwargs)
+    def _before(self) -> None:
+        if not self._is_closed:
+            self._was_offered = self._publication.is_offered
+            self._publication.take_back()
 
-        publishing_step._tensorhub_publisher = self  # type: ignore[attr-defined]
-        return types.MethodType(publishing_step, self._optimizer)
+    def _after(self, changed: bool) -> None:
+        if not self._is_closed:
+            self._publication.stepped(changed, self._was_offered)
 
-    def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        was_published = self._is_published
-        if was_published:
-            self._unpublish()
+
+def stepping(optimizer: Any) -> Any:
+    """Return the optimizer whose `step` changes weights: what accelerate wraps, else the one given.
+
+    Raises StateError if it is attached already.
+    """
+    while type(optimizer).__name__ == "AcceleratedOptimizer":
+        optimizer = optimizer.optimizer
+    if getattr(optimizer, _MARK, None) is not None:
+        raise StateError("this optimizer is attached already: close() the first publisher, or keep using it")
+    return optimizer
+
+
+def _follow(optimizer: Any, before: Callable[[], None], after: Callable[[bool], None]) -> Callable[[], None]:
+    """Have `before` and `after` called around each step; return what ends that.
+
+    torch's own hooks where there are any: loss scalers and accelerate exchange the `step` of an instance.
+    """
+    if hasattr(optimizer, "register_step_pre_hook") and hasattr(optimizer, "register_step_post_hook"):
+        first = optimizer.register_step_pre_hook(lambda *_: before())
+        last = optimizer.register_step_post_hook(lambda *_: after(True))
+
+        def remove() -> None:
+            first.remove()
+            last.remove()
+
+        return remove
+    return _wrap(optimizer, before, after)
+
+
+def _wrap(optimizer: Any, before: Callable[[], None], after: Callable[[bool], None]) -> Callable[[], None]:
+    step, own = optimizer.step, vars(optimizer).get("step")
+
+    # A bound method, and one that shows the wrapped signature: learning rate schedulers look.
+    @functools.wraps(step)
+    def publishing_step(_: Any, *args: Any, **kwargs: Any) -> Any:
+        before()
         result = step(*args, **kwargs)
-        if _left_weights_alone(result):
-            if was_published:
-                self._publish(self._version)
-            return result
-        self._steps += 1
-        if self._steps % self._every == 0:
-            self._publish(self._version + 1)
+        after(not _left_weights_alone(result))
         return result
 
-    def _publish(self, version: int) -> None:
-        if self._check is not None:
-            self._check()
-        self._worker.publish(version)
-        self._version = version
-        self._is_published = True
+    wrapped = types.MethodType(publishing_step, optimizer)
+    optimizer.step = wrapped
 
-    def _unpublish(self) -> None:
-        started = time.monotonic()
-        try:
-            self._worker.unpublish(timeout_s=self._timeout_s)
-        finally:
-            self._last_wait_s = time.monotonic() - started
-        self._is_published = False
+    def unwrap() -> None:
+        if vars(optimizer).get("step") is not wrapped:
+            return  # somebody wrapped ours: it stays in between, and does nothing any more
+        if own is None:
+            del optimizer.step
+        else:
+            optimizer.step = own
+
+    return unwrap
 
 
 def _left_weights_alone(result: Any) -> bool:
@@ -167,46 +170,51 @@ def attach_optimizer(
     `Trainer(optimizers=...)`), or rank 0 of data-parallel training. Call it once, after the model has its device and
     dtype.
     Parameters are registered under their names, tied ones under each of them; nothing is copied. `tensors` replaces
-    them, for example to publish buffers too, which then must not change between two steps. `server` and `settings` are
-    `tensorhub_core.connect`'s. Raises RegistrationError for parameters that are shards of a distributed tensor, and
-    what `connect`, `register` and `publish` raise; nothing stays attached then.
+    them, for example to publish buffers too, which then must not change between two steps. Parameters that were moved
+    or exchanged since are registered anew. `timeout_s` bounds the wait for readers before a step; DeadlineExceeded
+    then comes out of `optimizer.step`, which has changed nothing and may be called again. `server` and `settings` are
+    `tensorhub_core.connect`'s. Raises RegistrationError for parameters that are shards of a distributed tensor
+    (`attach_fsdp` is for them), and what `connect`, `register` and `publish` raise; nothing stays attached then.
     """
-    chosen = parameters_of(module) if tensors is None else dict(tensors)
-    worker = connect(server, model=model, replica=replica, stream=stream, settings=settings)
-    try:
-        worker.register(chosen)
-        check = functools.partial(require_same, module, chosen) if tensors is None else None
-        return Publisher(worker, optimizer, start_version=start_version, every=every, timeout_s=timeout_s, check=check)
-    except BaseException:
-        worker.close()
-        raise
+    stepping(optimizer)
+    publication = Publication(
+        _ModuleWeights(module, tensors), start_version=start_version, every=every, timeout_s=timeout_s
+    )
+    publication.open(lambda: connect(server, model=model, replica=replica, stream=stream, settings=settings))
+    return Publisher(publication, optimizer)
+
+
+class _ModuleWeights:
+    """The parameters of a module in one process, or the tensors given instead."""
+
+    def __init__(self, module: torch.nn.Module, tensors: Mapping[str, Any] | None) -> None:
+        self._module = module
+        self._given = None if tensors is None else dict(tensors)
+        self._registered: dict[str, Any] = {}
+
+    def refresh(self) -> None:
+        """Parameters are what the step has written."""
+
+    def describe(self) -> Registration:
+        """Return the parameters themselves, not views of them: only so can memory that moved since be noticed."""
+        self._registered = parameters_of(self._module) if self._given is None else self._given
+        return Registration(self._registered)
+
+    def moved(self) -> bool:
+        """Tell whether a parameter was exchanged for another one."""
+        if self._given is not None:
+            return False
+        now = dict(self._module.named_parameters(remove_duplicate=False))
+        return now.keys() != self._registered.keys() or any(now[name] is not p for name, p in self._registered.items())
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the parameters of `module` by name, tied ones under each name; raises RegistrationError for shards.
-
-    The parameters themselves, not views of them: only so can memory that moved since be noticed.
-    """
+    """Return the parameters of `module` by name, tied ones under each name; raises RegistrationError for shards."""
     found = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if hasattr(parameter, "placements"):
             raise RegistrationError(
-                f"parameter {name!r} is a shard of a distributed tensor: register the local shards yourself, "
-                "with boxes that say where they lie (Worker.register(tensors, boxes=...))"
+                f"parameter {name!r} is a shard of a distributed tensor: attach_fsdp() publishes those, on every rank"
             )
         found[name] = parameter
     return found
-
-
-def require_same(module: torch.nn.Module, registered: Mapping[str, Any]) -> None:
-    """Raise RegistrationError naming a parameter that `module` no longer has under its name.
-
-    A parameter that was replaced by another object would leave the old one's memory published: stale weights.
-    """
-    now = dict(module.named_parameters(remove_duplicate=False))
-    replaced = [name for name, parameter in registered.items() if now.get(name) is not parameter]
-    if replaced:
-        raise RegistrationError(
-            f"parameter {replaced[0]!r} was replaced since attach_optimizer(), so that its old memory is registered: "
-            "close() the publisher and attach again"
-        )

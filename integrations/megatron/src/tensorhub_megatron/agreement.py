@@ -1,0 +1,163 @@
+"""Keep the ranks of one trainer together: what fails on one of them fails on all, before any of them goes on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tensorhub_core.errors import StateError, TensorHubError, error_from_wire
+
+if TYPE_CHECKING:
+    import torch
+
+_TEXT_BYTES = 2048
+_MARGIN_S = 60.0
+"""How much longer than one call a rank waits for the others: what they do before and after the call."""
+
+
+class Agreement(Protocol):
+    """What the ranks of a trainer settle together. Every method that says so is called by all of them."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank: the shard that it publishes."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are: the number of shards."""
+
+    def settle(self, what: str, error: Exception | None, value: int) -> None:
+        """Return when all ranks have got here without an error, and with the same value; called by all ranks.
+
+        Raises this rank's own error, else that of the first rank that has one, else StateError if values differ, or if
+        other ranks are gone or do not come.
+        """
+
+    def highest(self, value: int) -> int:
+        """Return the highest value of any rank; called by all ranks. Raises StateError as `settle` does."""
+
+    def close(self) -> None:
+        """Give back what the agreement holds; for this rank alone."""
+
+
+class Alone:
+    """The agreement of a trainer of one process."""
+
+    rank = 0
+    size = 1
+
+    def settle(self, what: str, error: Exception | None, value: int) -> None:
+        """Raise the error, if there is one."""
+        if error is not None:
+            raise error
+
+    def highest(self, value: int) -> int:
+        """Return the value."""
+        return value
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class RanksAgree:
+    """The agreement of a `torch.distributed` group, through a gloo group of its own: no device waits for it."""
+
+    def __init__(self, group: Any, timeout_s: float) -> None:
+        """Make the group; called by all ranks of `group` (None: all there are). A wait for the others is bounded."""
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        ranks = None if group is None else dist.get_process_group_ranks(group)
+        patience = timedelta(seconds=timeout_s + _MARGIN_S)
+        local = group is not None
+        self._group = dist.new_group(ranks, timeout=patience, backend="gloo", use_local_synchronization=local)
+        self.rank: int = dist.get_rank(self._group)
+        self.size: int = dist.get_world_size(self._group)
+
+    def settle(self, what: str, error: Exception | None, value: int) -> None:
+        """Exchange outcomes, and raise the same on all ranks."""
+        try:
+            failed, highest, lowest = self._highest(int(error is not None), value, -value)
+            texts = self._texts(error) if failed else []
+        except RuntimeError as lost:  # such as a time-out, or a rank that has ended
+            raise error or _lost(what, lost) from lost
+        if error is not None:
+            raise error
+        for rank, (code, text) in enumerate(texts):
+            if code:
+                raise error_from_wire(code, f"{what} failed on rank {rank} of the trainer: {text}")
+        if highest != -lowest:
+            raise StateError(
+                f"{what}: the trainer's ranks do not agree: {-lowest} on some, {highest} on others; load a checkpoint "
+                "and attach again"
+            )
+
+    def highest(self, value: int) -> int:
+        """Exchange the values."""
+        try:
+            return self._highest(value)[0]
+        except RuntimeError as lost:
+            raise _lost("comparing ranks", lost) from lost
+
+    def close(self) -> None:
+        """Destroy the group, if the process still has it."""
+        import torch.distributed as dist
+
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    def _highest(self, *values: int) -> list[int]:
+        import torch
+        import torch.distributed as dist
+
+        found = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        return [int(value) for value in found]
+
+    def _texts(self, error: Exception | None) -> list[tuple[str, str]]:
+        """Return (code, text) of every rank's error, both empty where it has none."""
+        import torch
+        import torch.distributed as dist
+
+        mine = _packed(error)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(found, mine, group=self._group)
+        return [_unpacked(row) for row in found]
+
+
+def agreement_of(group: Any, timeout_s: float) -> Agreement:
+    """Return the agreement of the ranks of `group` (None: of the whole job); called by all of them.
+
+    Without `torch.distributed`, or with one rank, that is one process alone.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return Alone()
+    if dist.get_world_size(group) == 1:
+        return Alone()
+    return RanksAgree(group, timeout_s)
+
+
+def _lost(what: str, error: RuntimeError) -> StateError:
+    return StateError(f"{what}: other ranks of the trainer are gone or do not come: restart the job ({error})")
+
+
+def _packed(error: Exception | None) -> torch.Tensor:
+    """Write an error's code and text into u8 [2048]; all zero for none."""
+    import torch
+
+    row = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+    if error is not None:
+        code = error.code if isinstance(error, TensorHubError) else TensorHubError.code
+        text = str(error) if isinstance(error, TensorHubError) else f"{type(error).__name__}: {error}"
+        data = f"{code}\n{text}".encode(errors="replace")[: _TEXT_BYTES - 1]
+        row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return row
+
+
+def _unpacked(row: torch.Tensor) -> tuple[str, str]:
+    data = bytes(row.tolist()).rstrip(b"\0")
+    code, _, text = data.decode(errors="ignore").partition("\n")
+    return code, text

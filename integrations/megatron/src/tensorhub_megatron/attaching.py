@@ -1,0 +1,166 @@
+"""Publish the live parameters of a Megatron trainer, on every rank, after every step of its optimizer."""
+
+from __future__ import annotations
+
+import socket
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tensorhub_core import connect
+from tensorhub_core.errors import ConfigError
+from tensorhub_core.settings import load_settings
+from tensorhub_megatron import freshness
+from tensorhub_megatron.agreement import Agreement, agreement_of
+from tensorhub_megatron.layout import Described, describe
+from tensorhub_megatron.publication import Publication, Registration, Weights
+from tensorhub_megatron.publisher import Publisher, stepping
+
+if TYPE_CHECKING:
+    from tensorhub_core.settings import Settings
+
+
+def attach(
+    model_chunks: Any,
+    optimizer: Any,
+    *,
+    server: str | Sequence[str] | None = None,
+    model: str = "policy",
+    stream: str | None = None,
+    start_version: int = 0,
+    every: int = 1,
+    hf_config: Any = None,
+    extra_names: Mapping[str, str | None] | None = None,
+    replica: str = "trainer",
+    group: Any = None,
+    timeout_s: float | None = None,
+    transport: str = "auto",
+    settings: Mapping[str, object] | Settings | None = None,
+) -> Publisher:
+    """Publish a Megatron trainer's weights as `start_version`, and again after every `every`-th optimizer step.
+
+    Call it once on every rank, after DistributedDataParallel and the optimizer are made (they move the parameters) and
+    a checkpoint is loaded, with what `get_model()` and `get_megatron_optimizer()` returned. Nothing of the training
+    loop changes: `optimizer.step` waits until no engine reads the weights any more, steps, gathers what
+    `overlap_param_gather` would gather later, and publishes the next version. An iteration that is skipped (overflow)
+    makes no version: the same one is offered again.
+
+    Engines read the parameters in place, as boxes of Hugging Face tensors: nothing is gathered, converted or copied
+    here. All ranks are shards of one replica, those of every data-parallel group included: shard = rank in `group`,
+    num_shards = its size. What several ranks hold is read once, and from whom is least busy, so that all the
+    network cards of the trainer serve. `group` (None: all ranks) is for jobs in which other ranks do something else.
+
+    `hf_config` and `extra_names` are `describe()`'s, `server`, `stream`, `transport` and `settings` are
+    `tensorhub_core.connect()`'s; on several machines name the server. Parameters that were offloaded and came
+    back elsewhere are registered anew; call `unpublish()` before they go and `publish()` when they are back, or readers
+    meanwhile fail. `timeout_s` bounds the wait for readers before a step (None: the setting `call_timeout_s`);
+    DeadlineExceeded then comes out of `optimizer.step` on *all* ranks, none of which has stepped, and the step may be
+    called again. What fails on one rank, here or later, is raised on all.
+
+    Raises ConfigError, RegistrationError for what cannot be described, StateError if the optimizer is attached already,
+    and what `connect`, `register` and `publish` raise; nothing stays attached then.
+    """
+    chunks = list(model_chunks) if isinstance(model_chunks, Sequence) else [model_chunks]
+    return attach_weights(
+        _MegatronWeights(chunks, hf_config, extra_names),
+        optimizer,
+        names=(model, replica, stream),
+        server=server,
+        start_version=start_version,
+        every=every,
+        group=group,
+        timeout_s=timeout_s,
+        transport=transport,
+        settings=settings,
+    )
+
+
+def attach_weights(weights: Weights, optimizer: Any, **how: Any) -> Publisher:
+    """Open a publication of these weights and let it follow `optimizer`; called by all ranks of `group`."""
+    stepping(optimizer)
+    return Publisher(open_publication(weights, **how), optimizer)
+
+
+def open_publication(
+    weights: Weights,
+    *,
+    names: tuple[str, str, str | None],
+    server: str | Sequence[str] | None,
+    start_version: int,
+    every: int,
+    group: Any,
+    timeout_s: float | None,
+    transport: str,
+    settings: Mapping[str, object] | Settings | None,
+) -> Publication:
+    """Connect as one shard of the trainer's replica, and publish the weights; called by all ranks of `group`.
+
+    `names`: of the model, the replica and the stream. If anything fails on a rank, nothing stays behind on any.
+    """
+    filled = load_settings(settings)
+    patience_s = max(filled.client.call_timeout_s, timeout_s or 0.0)
+    Publication(weights, start_version=start_version, every=every)  # impossible numbers are refused before any wait
+    agreement = agreement_of(group, patience_s)
+    publication = Publication(
+        weights, start_version=start_version, every=every, timeout_s=timeout_s, agreement=agreement
+    )
+    model, replica, stream = names
+    try:
+        _require_one_hub(agreement, server or filled.client.server)
+    except BaseException:
+        agreement.close()
+        raise
+    publication.open(
+        lambda: connect(
+            server,
+            model=model,
+            replica=replica,
+            shard=agreement.rank,
+            num_shards=agreement.size,
+            stream=stream,
+            transport=transport,
+            settings=filled,
+        )
+    )
+    return publication
+
+
+def _require_one_hub(agreement: Agreement, server: str | Sequence[str] | None) -> None:
+    """Raise ConfigError on all ranks if those of several machines would each start a hub of their own."""
+    machine = 0 if server else 1 + zlib.crc32(socket.gethostname().encode())
+    highest = agreement.highest(machine)
+    lowest = -agreement.highest(-machine)
+    if highest != lowest:
+        raise ConfigError(
+            f"the {agreement.size} ranks of the trainer would meet at different hubs: some run on machines of their "
+            "own, or only some name a server: start `tensorhub serve`, and name it on all ranks with server= or "
+            "TENSORHUB_SERVER"
+        )
+
+
+class _MegatronWeights:
+    """The parameters of one rank's model chunks."""
+
+    def __init__(self, chunks: list[Any], hf_config: Any, extra_names: Mapping[str, str | None] | None) -> None:
+        self._chunks = chunks
+        self._hf_config = hf_config
+        self._extra_names = extra_names
+        self._described: Described | None = None
+        freshness.require_steps_only(chunks)
+
+    def refresh(self) -> None:
+        """Gather what the distributed optimizer has left for the next forward pass."""
+        freshness.gather_parameters(self._chunks)
+
+    def describe(self) -> Registration:
+        """Say what this rank holds."""
+        self._described = describe(self._chunks, self._hf_config, extra_names=self._extra_names)
+        return Registration(self._described.tensors, self._described.boxes)
+
+    def moved(self) -> bool:
+        """Tell whether a parameter was exchanged, or given other memory."""
+        found = self._described
+        if found is None:
+            return True
+        now = {id(parameter) for chunk in self._chunks for parameter in chunk.parameters()}
+        return bool(found.moved()) or any(id(parameter) not in now for parameter in found.parameters.values())
