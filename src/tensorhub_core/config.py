@@ -100,5 +100,11 @@ class ClientConfig:
         "still filling only with `always`",
         choices=("always", "sampled", "off"),
     )
+    min_run_bytes: int = _setting(
+        0,
+        "shortest run of bytes that is read out of a segment when another layout needs only parts of it; 0 = always "
+        "whole segments",
+        least=0,
+    )
     window: int = _setting(8, "reads in flight to one source", least=1)
     stall_s: float = _setting(5.0, "seconds without a byte after which a source is left for another", least=0.05)

@@ -28,6 +28,14 @@ class DeviceMemory(Protocol):
     def checksum(self, checksum: Checksum, device: str, address: int, length_bytes: int) -> int:
         """Return the checksum of a run."""
 
+    def checksums(self, checksum: Checksum, device: str, runs: Sequence[tuple[int, int]]) -> NDArray[np.uint64]:
+        """Return the checksums of runs (address, length_bytes), u64 [runs]."""
+
+    def cut_checksums(
+        self, checksum: Checksum, device: str, cuts: Sequence[tuple[int, int, int, int]]
+    ) -> NDArray[np.uint64]:
+        """Return the checksums of the bytes of cuts (address, run_bytes, stride_bytes, count), u64 [cuts]."""
+
     def write(self, device: str, address: int, data: NDArray[np.uint8]) -> None:
         """Fill a run; returns when `data` may change again and the run has its bytes."""
 
@@ -57,7 +65,19 @@ class TorchMemory:
 
     def checksums(self, checksum: Checksum, device: str, runs: Sequence[tuple[int, int]]) -> NDArray[np.uint64]:
         """Return the checksums of runs (address, length_bytes), u64 [runs]; waits for the device once."""
-        tensors = [self._adopt(device, *run) for run in runs]
+        return self._sums_of(checksum, [self._adopt(device, *run) for run in runs])
+
+    def cut_checksums(
+        self, checksum: Checksum, device: str, cuts: Sequence[tuple[int, int, int, int]]
+    ) -> NDArray[np.uint64]:
+        """Return the checksums of cuts, whose runs are gathered on the device; waits for it once."""
+        gathered = []
+        for address, run_bytes, stride_bytes, count in cuts:
+            span = self._adopt(device, address, (count - 1) * stride_bytes + run_bytes)
+            gathered.append(span.as_strided((count, run_bytes), (stride_bytes, 1)).reshape(-1))
+        return self._sums_of(checksum, gathered)
+
+    def _sums_of(self, checksum: Checksum, tensors: list[torch.Tensor]) -> NDArray[np.uint64]:
         if checksum == "weighted":
             return weighted_sums_of(tensors)
         return np.array([xxhash.xxh3_64_intdigest(tensor.cpu().numpy().data) for tensor in tensors], np.uint64)

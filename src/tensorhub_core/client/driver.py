@@ -15,8 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorhub_core.client.access import SourceBook, SourceFault
+from tensorhub_core.client.asking import Asker
+from tensorhub_core.client.exactness import WHOLE_SEGMENTS, Exactness, carried_over
 from tensorhub_core.client.machine import step
 from tensorhub_core.client.memory import FilledMemory
+from tensorhub_core.client.moves import content, lease_of
 from tensorhub_core.client.reading import (
     Destination,
     Executor,
@@ -49,6 +52,7 @@ from tensorhub_core.client.rounds import (
     Stop,
     Tell,
     Tick,
+    Unvouched,
     Withdraw,
     Withdrawn,
 )
@@ -57,6 +61,7 @@ from tensorhub_core.clock import Deadline
 from tensorhub_core.errors import TensorHubError
 from tensorhub_core.layout.canonical import digest_of
 from tensorhub_core.layout.plan import ReadPlan, plan_read
+from tensorhub_core.layout.segments import SegmentTable
 from tensorhub_core.layout.types import Layout
 from tensorhub_core.observe.counters import WorkerCounters
 from tensorhub_core.observe.log import get_logger
@@ -97,6 +102,7 @@ class RoundParts:
     withdraw: Callable[[Callable[[BaseException | None], None]], None]
     counters: WorkerCounters
     check: CheckCallback | None = None
+    exactness: Exactness = WHOLE_SEGMENTS
 
 
 class ReadProgress:
@@ -146,6 +152,7 @@ class RoundDriver:
         self._plan_key: tuple[tuple[bytes, bytes], ...] = ()
         self._verified: NDArray[np.bool_] | None = None
         self._handle: ReadHandle | None = None
+        self._asker = Asker(parts.wire.submit, state.number, parts.exactness.patience_s, self._unvouched)
         self._announced = (0, 0)
         self._announced_s = 0.0
         self._collected = False
@@ -205,6 +212,7 @@ class RoundDriver:
                 return Tick(), 0
             if self._handle is not None:
                 self._announce()
+                self._ask_sums()
                 outcome = self._wait(self._handle)
                 if outcome is not None:
                     return ReadEnded(self._note(outcome)), 0
@@ -266,7 +274,7 @@ class RoundDriver:
             own = self._parts.memory.layout
             if self._parts.check is not None and any(layout != own for layout in layouts):
                 self._parts.check(layouts)
-            plan = plan_read(own, layouts, sums, self._parts.memory.table)
+            plan = self._plan_of(own, layouts, sums, self._parts.memory.table)
         except SourceFault as fault:
             get_logger("client").warning("cannot read from %s: %s", self._replica_of(fault.lease), fault.error)
             return self.post(PlanFailed(fault.error, fault.lease))
@@ -278,9 +286,30 @@ class RoundDriver:
             self._verified = None
             self._announced = (0, 0)
             self._progress.figures = (0, 0)
+        elif self._plan is not None and self._verified is not None:
+            self._verified = carried_over(self._plan, self._verified, plan)
         self._accesses, self._plan, self._plan_key = accesses, plan, key
         self._progress.replicas = {access.lease: access.replica for access in accesses}
         self.post(Planned())
+
+    def _plan_of(
+        self, own: Layout, layouts: list[Layout], sums: list[NDArray[np.uint64]], table: SegmentTable
+    ) -> ReadPlan:
+        """Plan to read no more than is needed, but from sources that do not vouch for less than whole segments."""
+        policy, inexact = self._parts.exactness.policy, self._state.inexact
+        exact = [None if content(source) in inexact else policy for source in self._state.sources]
+        return plan_read(own, layouts, sums, table, exact)
+
+    def _unvouched(self, lease: str, kind: str, detail: str) -> None:
+        name = self._progress.replicas.get(lease, "a source")
+        get_logger("client").warning("%s gives no checksums of parts (%s): %s", name, kind, detail)
+        self.post(Unvouched(lease, kind, detail))
+
+    def _ask_sums(self) -> None:
+        """Ask for checksums of cuts, as far as it is time to."""
+        state = self._state
+        if state.phase is Phase.READING:
+            self._asker.turn({lease_of(state, source.lease): source.lease for source in state.sources}, self.life)
 
     def _replica_of(self, lease: str) -> str:
         return next((source.replica for source in self._state.sources if source.lease == lease), "a source")
@@ -298,6 +327,9 @@ class RoundDriver:
         self._accesses = [self._readable(access) for access in self._accesses]
         destination = Destination(memory.layout, memory.table, memory.addresses, memory.devices, memory.buffers)
         self._handle = self._parts.executor.start(plan, self._accesses, destination, self._verified, self._progress)
+        if self._parts.exactness.ask:
+            self._asker.begin(plan, self._accesses, self._state.sources, self._verified, self._handle)
+            self._ask_sums()
 
     def _readable(self, access: SourceAccess) -> SourceAccess:
         """Return the access with as much to read as is known by now: sources go on filling while others plan."""
@@ -308,6 +340,7 @@ class RoundDriver:
     def _note(self, outcome: ReadOutcome) -> ReadOutcome:
         """Take over the outcome of a read job."""
         self._handle = None
+        self._asker.end()
         counters = self._parts.counters
         if len(outcome.verified):
             fresh = outcome.verified if self._verified is None else outcome.verified & ~self._verified

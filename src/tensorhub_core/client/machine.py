@@ -12,6 +12,7 @@ from tensorhub_core.client.moves import (
     STOP_GRACE_S,
     Step,
     confirm,
+    content,
     fail,
     join,
     lease_of,
@@ -43,8 +44,10 @@ from tensorhub_core.client.rounds import (
     RoundState,
     Settle,
     Settled,
+    Stop,
     Tell,
     Tick,
+    Unvouched,
     Withdrawn,
 )
 from tensorhub_core.errors import (
@@ -96,6 +99,8 @@ def step(state: RoundState, event: Event, now: float) -> tuple[RoundState, list[
             withdrawn(s, error)
         case ReadEnded(outcome):
             read_ended(s, outcome)
+        case Unvouched(lease, kind, detail):
+            unvouched(s, lease, kind, detail)
         case Settled(sums):
             settled(s, sums)
         case Pushed(message):
@@ -210,6 +215,20 @@ def read_ended(s: Step, outcome: ReadOutcome) -> None:
         relocate(s, [(outcome.lease, outcome.kind, outcome.detail)])
     else:
         leave(s, StateError("the read was cancelled"))
+
+
+def unvouched(s: Step, lease: str, kind: str, detail: str) -> None:
+    """Read whole segments from a source that gives no checksums of parts; leave one whose bytes have changed."""
+    state = s.state
+    if state.phase is not Phase.READING or not state.running or state.replan:
+        return
+    source = next((source for source in state.sources if lease_of(state, source.lease) == lease), None)
+    if kind == "corrupt":
+        s.effects.append(Abandon(lease, detail, "corrupt"))
+    elif source is not None and content(source) not in state.inexact:
+        state.inexact.add(content(source))
+        state.replan = True
+        s.effects.append(Stop())
 
 
 def settled(s: Step, sums: bytes) -> None:

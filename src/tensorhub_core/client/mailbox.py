@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 
 from tensorhub_core.client.driver import RoundDriver
-from tensorhub_core.client.offload import Offloads
+from tensorhub_core.client.resources import Resources
 from tensorhub_core.client.rounds import Broken
 from tensorhub_core.errors import TensorHubError
 from tensorhub_core.observe.counters import WorkerCounters
-from tensorhub_core.state.messages import DropOffload, Offload, Reply, Welcome
+from tensorhub_core.state.messages import DropOffload, Offload, Reply, SumsWanted, Welcome
 
 
 class Mailbox:
@@ -21,14 +21,15 @@ class Mailbox:
         self._driver: RoundDriver | None = None
         self._welcome: tuple[Welcome, int] | None = None
         self.over: TensorHubError | None = None
-        self.offloads: Offloads | None = None
+        self.resources: Resources | None = None
 
     def on_push(self, message: Reply) -> None:
-        """Pass a push on to the round in flight, or to what keeps offload copies."""
+        """Pass a push on to the round in flight, to what keeps offload copies, or to what sums parts for readers."""
+        resources = self.resources
         if isinstance(message, Offload | DropOffload):
-            if self.offloads is not None:
-                self.offloads.on_push(message)
-            return
+            return None if resources is None else resources.offloads.on_push(message)
+        if isinstance(message, SumsWanted):
+            return None if resources is None else resources.voucher.on_push(message)
         driver = self._driver
         if driver is not None:
             driver.on_push(message)

@@ -17,6 +17,7 @@ from tensorhub_core.client.host_memory import available_bytes
 from tensorhub_core.client.identity import checked
 from tensorhub_core.client.offload_copy import OffloadMemory, Original
 from tensorhub_core.client.session import Session
+from tensorhub_core.client.stock import Stock
 from tensorhub_core.errors import ConfigError, CorruptTransfer, StateError, TensorHubError, error_from_wire
 from tensorhub_core.ids import VersionKey
 from tensorhub_core.limits import start_thread
@@ -103,6 +104,16 @@ class Offloads:
     def versions(self) -> list[VersionKey]:
         """Return the versions of which there is a copy."""
         return sorted({entry.key for entry in list(self._entries) if entry.id and not entry.dropped})
+
+    def stock(self, placement: bytes) -> Stock | None:
+        """Return the copy that lies at the placement of this digest, None if there is none."""
+        with self._changed:
+            for entry in self._entries:
+                memory, layout, sums = entry.memory, entry.layout, entry.sums
+                offered = entry.whole and not entry.dropped and memory is not None
+                if offered and memory and layout and sums and memory.placement.digest == placement:
+                    return Stock(layout.digest, placement, sums, memory)
+        return None
 
     def on_push(self, message: Offload | DropOffload) -> None:
         """Hear what is to be kept or freed; never blocks."""

@@ -60,11 +60,14 @@ class OffloadMemory:
         """Allocate, and let peers reach the memory; raises MemoryError, TransportError. Takes the transport over."""
         self._transport = transport
         table = original.memory.table
+        self.layout, self.table = original.memory.layout, table
         self._arena = Arena(storage_lengths(table, len(original.memory.devices)))
         regions, agent = self._arena.regions(), b""
         if regions:
             transport.register(regions)
             agent = transport.describe()
+        self.addresses: NDArray[np.uint64] = self._arena.addresses
+        self.devices: tuple[str, ...] = ("cpu",) * len(self.addresses)
         addresses = self._arena.addresses.astype("<u8").tobytes()
         devices = bytes(len(self._arena.addresses))
         data = msgspec.msgpack.encode(Placement(transport.name, agent, addresses, ("cpu",), devices))

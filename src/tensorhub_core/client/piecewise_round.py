@@ -31,7 +31,6 @@ from tensorhub_core.ids import VersionKey
 from tensorhub_core.layout.canonical import build_layout
 from tensorhub_core.layout.match import match
 from tensorhub_core.layout.pieces import SourceTables
-from tensorhub_core.layout.plan import plan_read
 from tensorhub_core.layout.types import Layout, TensorSpec
 from tensorhub_core.limits import start_thread
 from tensorhub_core.settings import Settings, load_settings
@@ -152,7 +151,7 @@ class PiecewiseDriver(RoundDriver):
 
     def _plan_next(self) -> None:
         layouts, sums = [each.layout for each in self._accesses], [each.sums for each in self._accesses]
-        self._plan, self._verified = plan_read(self._passage.layout, layouts, sums, self._passage.table), None
+        self._plan, self._verified = self._plan_of(self._passage.layout, layouts, sums, self._passage.table), None
 
     def _note(self, outcome: ReadOutcome) -> ReadOutcome:
         self._corrupt.update(outcome.corrupt)

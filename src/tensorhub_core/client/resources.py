@@ -12,6 +12,8 @@ from tensorhub_core.client.offload_copy import Original
 from tensorhub_core.client.reading import Executor
 from tensorhub_core.client.session import Session
 from tensorhub_core.client.staging_room import StagingRoom
+from tensorhub_core.client.stock import Stock
+from tensorhub_core.client.vouching import Voucher
 from tensorhub_core.clock import Deadline
 from tensorhub_core.ids import VersionKey
 from tensorhub_core.layout.canonical import digest_of
@@ -42,6 +44,7 @@ class Resources:
         self._executor: Executor | None = None
         self.room = StagingRoom(make_transport, make_executor)
         self.offloads = Offloads(session, make_transport, self._original, policy or OffloadPolicy())
+        self.voucher = Voucher(session, self._stock)
         self.uncertain: tuple[int, PutBlob] | None = None
         """The version that the registered memory was to hold when the server's last word was not heard."""
 
@@ -90,17 +93,29 @@ class Resources:
         held = Held(*key, where.layout, where.placement, sums.digest, *sizes, memory.portable)
         self.session.standing = Standing(held, (*standing.blobs[:2], sums), where)
         self.uncertain = None
+        self.voucher.look_ahead(Stock(held.layout, held.placement, sums, memory))
         if self.session.hellos != life:
             self.session.say_hello_again()
 
     def withdrawn(self, done: Callable[[], None]) -> None:
         """Note that nobody relies on the registered memory; on the session's thread.
 
-        Calls `done()` when it is the caller's again: an offload copy that is not needed any more may still read it.
+        Calls `done()` when it is the caller's again: what makes an offload copy of it, or sums it, may still read it.
         """
         self.uncertain = None
         self.session.offer_nothing()
-        self.offloads.release(done)
+        self.offloads.release(lambda: self.voucher.release(done))
+
+    def _stock(self, placement: bytes) -> Stock | None:
+        """Return what is offered at the placement of this digest; any thread."""
+        standing, memory, room = self.session.standing, self.memory, self.room
+        held, staged, holds = standing.held, room.memory, room.holds
+        if held is not None and memory is not None and held.placement == placement:
+            return Stock(held.layout, placement, standing.blobs[2], memory)
+        here = staged is not None and digest_of(room.placement) == placement
+        if standing.register is not None and staged is not None and holds is not None and here:
+            return Stock(standing.register.layout, placement, holds[1], staged)
+        return self.offloads.stock(placement)
 
     def _original(self, key: VersionKey) -> Original | None:
         """Return the memory that holds a version, registered or staging; any thread."""
@@ -128,6 +143,7 @@ class Resources:
         """Give everything back: readers first, then what they read, then the connection. Idempotent, never raises."""
         executor, self._executor = self._executor, None
         transport, self._transport = self._transport, None
+        self.voucher.close()
         with _logged("executor"):
             if executor is not None:
                 executor.close()

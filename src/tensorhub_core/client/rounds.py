@@ -59,6 +59,8 @@ class RoundState:
     whole: set[str] = field(default_factory=set)
     aliases: dict[str, str] = field(default_factory=dict)
     """Leases of a new promise on the very memory that the running read reads under older leases."""
+    inexact: set[tuple[bytes, bytes, bytes]] = field(default_factory=set)
+    """Layout, placement and manifest of sources that are read in whole segments: they do not vouch for parts."""
     withdrawing: bool = False
     entered: bool = False
     touched: bool = False
@@ -126,6 +128,18 @@ class ReadEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class Unvouched:
+    """A source gives no checksums of cuts, for its own reasons (`unable`) or because its bytes changed (`corrupt`).
+
+    `lease` as the running read knows it.
+    """
+
+    lease: str
+    kind: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class Settled:
     """The verified bytes are where the user sees them; `sums` is the digest of their checksums."""
 
@@ -158,7 +172,20 @@ class Tick:
     """Time passed."""
 
 
-Event = Begin | Answered | Planned | PlanFailed | Withdrawn | ReadEnded | Settled | Pushed | Reopened | Broken | Tick
+Event = (
+    Begin
+    | Answered
+    | Planned
+    | PlanFailed
+    | Withdrawn
+    | ReadEnded
+    | Unvouched
+    | Settled
+    | Pushed
+    | Reopened
+    | Broken
+    | Tick
+)
 
 # --- effects --------------------------------------------------------------------------------------------------------
 
@@ -180,7 +207,10 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Plan the read from `state.sources`; `keep`: segments verified before count if they would be the same bytes."""
+    """Plan the read from `state.sources`, of those that are `inexact` in whole segments.
+
+    `keep`: what was verified before counts if it would be the same bytes.
+    """
 
     keep: bool
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from tensorhub_core.client.access import SourceBook
 from tensorhub_core.client.drain import Drain, error_of
 from tensorhub_core.client.driver import CheckCallback, ProgressCallback, RoundDriver, RoundParts
+from tensorhub_core.client.exactness import Exactness
 from tensorhub_core.client.holding import Holding
 from tensorhub_core.client.installing import CopyList, InstallDriver
 from tensorhub_core.client.mailbox import Mailbox
@@ -21,6 +22,7 @@ from tensorhub_core.client.rounds import End, Mode, RoundState
 from tensorhub_core.client.staged_memory import StagedMemory
 from tensorhub_core.client.versions import Version
 from tensorhub_core.clock import Deadline
+from tensorhub_core.config import ClientConfig
 from tensorhub_core.errors import DeadlineExceeded, ServerUnreachable, StateError, TensorHubError
 from tensorhub_core.ids import VersionKey
 from tensorhub_core.state.messages import Ended, PutBlob
@@ -55,10 +57,11 @@ class StagedVersion:
 class RoundRunner:
     """The rounds of one worker; calls come from one thread at a time, which holds the worker's lock."""
 
-    def __init__(self, resources: Resources, mailbox: Mailbox, holding: Holding, *, prefix: bool) -> None:
-        """`prefix`: others may read what is verified before all is."""
+    def __init__(self, resources: Resources, mailbox: Mailbox, holding: Holding, config: ClientConfig) -> None:
         self._resources, self._session, self._mailbox = resources, resources.session, mailbox
-        self._holding, self._prefix = holding, prefix
+        self._holding, self._exactness = holding, Exactness.of(config)
+        self._prefix = config.verify == "always"
+        """Others may read what is verified before all is."""
         self._next_round = (0, 0)
         self._miscounted = False
         """The last call ended before it was promised anything: the other shards may be a round ahead of this one."""
@@ -113,7 +116,8 @@ class RoundRunner:
     def _parts(
         self, call: Call, memory: FilledMemory, book: SourceBook, executor: Executor, withdraw: WithdrawCopy
     ) -> RoundParts:
-        return RoundParts(self._session, memory, book, executor, withdraw, self._mailbox.counters, call.check)
+        counters, exactness = self._mailbox.counters, self._exactness
+        return RoundParts(self._session, memory, book, executor, withdraw, counters, call.check, exactness)
 
     def _run(
         self,

@@ -62,10 +62,10 @@ class Worker:
         self.counters: WorkerCounters = mailbox.counters
         self._identity, self._config = identity, config
         self._resources, self._session, self._mailbox = resources, resources.session, mailbox
-        mailbox.offloads = resources.offloads
+        mailbox.resources = resources
         self._holding = Holding()
         self._book: SourceBook | None = None
-        self._runner = RoundRunner(resources, mailbox, self._holding, prefix=config.verify == "always")
+        self._runner = RoundRunner(resources, mailbox, self._holding, config)
         self._stager = Stager(self._runner, resources, self._holding, config.staging_bytes)
         self._leaving = Leaving(identity, resources, self._holding, self._stager, self._runner)
         self._lock = threading.Lock()
