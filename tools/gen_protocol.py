@@ -22,6 +22,8 @@ from tensorhub_core.wire import codec
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "protocol.md"
 Struct = type[msgspec.Struct]
 _BOUNDED = re.compile(r"Annotated\[((?:(?!Annotated).)*?), msgspec\.Meta\(max_length=(\d+)\)\]")
+_RANGE = re.compile(r"Annotated\[int, msgspec\.Meta\(ge=0, le=(\d+)\)\]")
+_OPTIONAL = re.compile(r"Optional\[(\w+)\]")
 
 
 def render() -> str:
@@ -40,7 +42,8 @@ def render() -> str:
         _text(codec.__doc__ or ""),
         f"A message has at most {codec.MAX_MESSAGE_BYTES >> 20} MiB; ZeroMQ closes the connection of a peer that sends"
         " a larger frame. The body is a msgpack map of the fields below and `type`, the message's name. Fields with"
-        " their default value are left out, unknown fields and types are refused.",
+        " their default value are left out, unknown fields and types are refused. `uint63` is a whole number from 0 to"
+        " 2**63 - 1.",
         "Clients use a DEALER socket without an identity of their own: a connection is a session. After a new"
         " connection the server answers the first request with an `UnknownSession` push, whereupon the client says"
         " hello.",
@@ -88,6 +91,8 @@ def _type(kind: Any) -> str:
     text = text.replace("typing.", "")
     while (shorter := _BOUNDED.sub(r"\1 (at most \2)", text)) != text:
         text = shorter
+    text = _RANGE.sub(lambda found: f"uint{int(found[1]).bit_length()}", text)
+    text = _OPTIONAL.sub(r"\1 | None", text)
     return text.replace("|", "\\|")
 
 

@@ -9,7 +9,7 @@ import click
 
 from tensorhub_core.cli.common import printable
 from tensorhub_core.server.replay import Summary, replay_file
-from tensorhub_core.state.records import ServerState
+from tensorhub_core.state.records import ModelState, ServerState
 
 
 @click.command()
@@ -46,10 +46,15 @@ def as_document(summary: Summary) -> dict[str, object]:
     }
 
 
+def known_models(state: ServerState) -> list[ModelState]:
+    """Return the models with a replica or a version, now or before: not those that somebody only asked about."""
+    return [model for model in state.models.values() if model.groups or model.versions or model.high or model.heard]
+
+
 def models_of(state: ServerState) -> list[dict[str, object]]:
     """Return what the server knew of each model: its versions, newest first, and who held or read them."""
     found: list[dict[str, object]] = []
-    for model in state.models.values():
+    for model in known_models(state):
         replicas = {
             name: [state.workers[group.members[shard]].id for shard in sorted(group.members)]
             for name, group in sorted(model.groups.items())
@@ -73,7 +78,7 @@ def lines(summary: Summary) -> list[str]:
     if summary.state is not None:
         workers = len(summary.state.workers)
         told.append(f"{workers} workers, {len(summary.state.leases)} leases at the end")
-        for model in summary.state.models.values():
+        for model in known_models(summary.state):
             count = sum(len(group.members) for group in model.groups.values())
             high = "no whole version yet" if model.high is None else f"highest whole version {model.high[1]}"
             told.append(f"  {printable(model.name)}: {high}, {len(model.versions)} versions, {count} workers")

@@ -9,8 +9,9 @@ from typing import SupportsIndex
 
 from tensorhub_core.errors import ConfigError
 from tensorhub_core.ids import VersionKey
+from tensorhub_core.state.bounds import MOST_COUNT
 
-MAX_NUMBER = 2**63 - 1
+MAX_NUMBER = MOST_COUNT
 
 
 class Version(int):

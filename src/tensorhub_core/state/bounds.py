@@ -11,6 +11,14 @@ import msgspec
 
 MOST_SERVER_EPOCH = 1 << 62
 """Epochs are milliseconds of a wall clock, or a little above: no server has a higher one than this."""
+MOST_COUNT = (1 << 63) - 1
+"""The largest number of a version, an epoch or a round: one more still has a place in a message."""
+MOST_BYTES = (1 << 46) - 1
+"""The largest shard; those of all shards together have a place in a message as well."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
+"""A number of a version, an epoch, a round, or how many of something."""
+Size = Annotated[int, msgspec.Meta(ge=0, le=MOST_BYTES)]
+"""Bytes of a shard."""
 MOST_TEXT = 1 << 14
 """Characters of an error's text."""
 

@@ -69,6 +69,12 @@ class Step:
         """Look again when the step ends at how the worker's replica keeps a version."""
         self.changed.add((worker.model, worker.replica, key))
 
+    def forget(self, name: ModelName) -> None:
+        """Not look at a model any more when the step ends."""
+        self.touched.discard(name)
+        self.kept.discard(name)
+        self.changed = {triple for triple in self.changed if triple[0] != name}
+
     def model(self, worker: Worker) -> ModelState:
         """Return the worker's model."""
         return self.state.models[worker.model]

@@ -19,6 +19,7 @@ from tensorhub_core.state.messages import (
     UnknownSession,
     Welcome,
 )
+from tensorhub_core.state.names import add_stream, model_of
 from tensorhub_core.state.records import CopyState, Group, ModelState, Registration, Worker
 from tensorhub_core.state.resourcing import forgive
 from tensorhub_core.state.resuming import ended_before
@@ -33,10 +34,10 @@ def hello(s: Step, session: SessionId, request: int, m: Hello) -> None:
     """Open a session, or take up an old one; answers `Welcome`, `Failure` or `Superseded`."""
     try:
         check_hello(s, m)
+        model = model_of(s, ModelName(m.model))
     except TensorHubError as error:
         s.effects.append(Send(session, request, failure(error)))
         return
-    model = s.state.models.setdefault(ModelName(m.model), ModelState(ModelName(m.model)))
     model.retain = s.state.config.retain_of(model.name)
     hear_high(s, model, m)
     if m.observer:
@@ -84,12 +85,11 @@ def check_hello(s: Step, m: Hello) -> None:
             raise ConfigError(f"{what} must be a name of 1 to {config.max_name_bytes} bytes")
     if not 0 <= m.server_epoch <= MOST_SERVER_EPOCH:
         raise ConfigError(f"no server has the epoch {m.server_epoch}")
+    known = s.state.models.get(ModelName(m.model))
+    if len(s.state.workers) >= config.max_workers and (known is None or not is_known(s, known, m)):
+        raise StateError(f"the server has its limit of {config.max_workers:,} connections")
     if not 1 <= m.num_shards <= config.max_shards or not 0 <= m.shard < m.num_shards:
         raise ConfigError(f"shard {m.shard} of {m.num_shards} is not possible (at most {config.max_shards} shards)")
-    if len(s.state.workers) >= config.max_workers:
-        raise StateError(f"the server has its limit of {config.max_workers} connections")
-    if m.model not in s.state.models and len(s.state.models) >= config.max_models:
-        raise StateError(f"the server has its limit of {config.max_models} models")
 
 
 def hear_high(s: Step, model: ModelState, m: Hello) -> None:
@@ -114,8 +114,7 @@ def hear_high(s: Step, model: ModelState, m: Hello) -> None:
         if key[0] >= model.epoch:
             model.epoch = key[0]
             if (m.held is not None or m.offloads) and m.stream is not None and m.stream not in model.streams:
-                model.stream = m.stream
-                model.streams.append(m.stream)
+                add_stream(s, model, m.stream)
         s.touched.add(model.name)
     if comes_back and s.now < s.state.listen_from_s + s.state.config.grace_s:
         s.state.listening = True

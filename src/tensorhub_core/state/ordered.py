@@ -25,6 +25,10 @@ class OrderedSet(Generic[T]):
         for member in members:
             self._members.setdefault(member)
 
+    def discard(self, member: T) -> None:
+        """Take a member out, if it is there."""
+        self._members.pop(member, None)
+
     def pop(self) -> T:
         """Take out and return the oldest member; raises StopIteration if there is none."""
         member = next(iter(self._members))

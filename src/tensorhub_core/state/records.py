@@ -34,6 +34,8 @@ class MachineConfig:
     join_timeout_s: float = 60.0
     max_workers: int = 20_000
     max_models: int = 1_000
+    max_streams: int = 256
+    """Streams of one model that are remembered, so that those which are over stay over."""
     max_shards: int = 65_536
     max_name_bytes: int = 1_024
     max_blob_bytes: int = 1 << 30

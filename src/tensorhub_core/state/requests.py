@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from tensorhub_core.state.bounds import BlobDigest, CutChecksums, Cuts, Detail, Id, Ids, Text
+from tensorhub_core.state.bounds import BlobDigest, Count, CutChecksums, Cuts, Detail, Id, Ids, Size, Text
 
 PROTOCOL = 1
 
@@ -18,21 +18,21 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True,
 class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a worker still holds when it says hello again after a server restart (laws L5, L6)."""
 
-    epoch: int
-    number: int
+    epoch: Count
+    number: Count
     layout: BlobDigest
     placement: BlobDigest
     sums: BlobDigest
-    total_bytes: int
-    num_segments: int
+    total_bytes: Size
+    num_segments: Count
     portable: bool = True
 
 
 class Ended(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the worker's last round ended: with version `key` (in staging memory, if it was staged), or broken off."""
 
-    round: int
-    key: tuple[int, int] | None = None
+    round: Count
+    key: tuple[Count, Count] | None = None
 
 
 class Hello(Message, frozen=True):
@@ -57,12 +57,12 @@ class Hello(Message, frozen=True):
     host: str = ""
     spot: bool = False
     observer: bool = False
-    high: tuple[int, int] | None = None
+    high: tuple[Count, Count] | None = None
     held: Held | None = None
     ended: Ended | None = None
     offloads: Annotated[tuple[Held, ...], msgspec.Meta(max_length=1024)] = ()
     keeper: bool = False
-    server_epoch: int = 0
+    server_epoch: Count = 0
 
 
 class Heartbeat(Message, frozen=True):
@@ -94,8 +94,8 @@ class Register(Message, frozen=True):
 
     layout: BlobDigest
     placement: BlobDigest
-    total_bytes: int
-    num_segments: int
+    total_bytes: Size
+    num_segments: Count
     portable: bool = True
 
 
@@ -113,10 +113,10 @@ class Publish(Message, frozen=True):
     copies, None if it is not told; a publish that could not be offloaded later is refused (law L11).
     """
 
-    number: int
+    number: Count
     sums: BlobDigest
-    held_epoch: int | None = None
-    room_bytes: int | None = None
+    held_epoch: Count | None = None
+    room_bytes: Count | None = None
 
 
 class Unpublish(Message, frozen=True):
@@ -175,14 +175,14 @@ class JoinRound(Message, frozen=True):
     `room_bytes` is the host memory that the worker may still fill with offload copies, None if it is not told.
     """
 
-    round: int
-    want: int | None = None
+    round: Count
+    want: Count | None = None
     mode: Literal["replicate", "update", "stage", "install"] = "replicate"
-    have: tuple[int, int] | None = None
+    have: tuple[Count, Count] | None = None
     offer: bool = True
     prefix: bool = True
-    promised: tuple[int, int] | None = None
-    room_bytes: int | None = None
+    promised: tuple[Count, Count] | None = None
+    room_bytes: Count | None = None
     again: bool = False
 
 
@@ -192,7 +192,7 @@ class Filling(Message, frozen=True):
     In a round of mode `stage` that is the staging memory.
     """
 
-    round: int
+    round: Count
 
 
 class Announce(Message, frozen=True):
@@ -201,9 +201,9 @@ class Announce(Message, frozen=True):
     Readers of another layout announce `prefix=0` and only `done_bytes`, which `tensorhub status` shows.
     """
 
-    round: int
-    prefix: int
-    done_bytes: int = 0
+    round: Count
+    prefix: Count
+    done_bytes: Count = 0
 
 
 class LeaseFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -225,7 +225,7 @@ class AskSums(Message, frozen=True):
     by `SumsGiven` when the source has answered, by `Failure` if the lease is over.
     """
 
-    round: int
+    round: Count
     lease: Id
     cuts: Cuts
 
@@ -245,7 +245,7 @@ class GiveSums(Message, frozen=True):
 class Relocate(Message, frozen=True):
     """Ask for other sources of the round's version; answered by a `Promise` with the same version, or `Failure`."""
 
-    round: int
+    round: Count
     failures: Annotated[tuple[LeaseFailure, ...], msgspec.Meta(max_length=4096)]
 
 
@@ -257,7 +257,7 @@ class Done(Message, frozen=True):
     names the leases of sources that gave wrong bytes which another source gave right; the server's log names them.
     """
 
-    round: int
+    round: Count
     sums: BlobDigest
     corrupt: Ids = ()
 
@@ -265,7 +265,7 @@ class Done(Message, frozen=True):
 class LeaveRound(Message, frozen=True):
     """Abort the round for all shards of the group: this shard cannot finish it (`code` is an error's wire code)."""
 
-    round: int
+    round: Count
     code: Id
     message: Text
 
@@ -273,19 +273,19 @@ class LeaveRound(Message, frozen=True):
 class Wait(Message, frozen=True):
     """Answer `Available` as soon as a whole version newer than `newer_than` is available."""
 
-    newer_than: tuple[int, int] | None = None
+    newer_than: tuple[Count, Count] | None = None
 
 
 class Cancel(Message, frozen=True):
     """Withdraw a deferred `Wait`; it is then answered by `Failure` (deadline_exceeded)."""
 
-    request: int
+    request: Count
 
 
 class DescribeVersion(Message, frozen=True):
     """List the layouts in which a whole version (None = latest) is held."""
 
-    want: int | None = None
+    want: Count | None = None
 
 
 class ListVersions(Message, frozen=True):

@@ -11,6 +11,7 @@ from tensorhub_core.state.context import Step
 from tensorhub_core.state.keeping import check_room, kept_copies
 from tensorhub_core.state.leases import add_copy, drop_copy, new_copy_id
 from tensorhub_core.state.messages import Available, Ok, Publish, Published, Unpublish, Wait
+from tensorhub_core.state.names import add_stream, check_streams
 from tensorhub_core.state.records import (
     Copy,
     CopyState,
@@ -125,8 +126,7 @@ def enter_stream(s: Step, model: ModelState, worker: Worker, key: VersionKey) ->
         s.log("info", f"model {model.name!r}: stream {worker.stream!r} starts epoch {key[0]}")
         model.epoch = key[0]
     if worker.stream is not None and worker.stream != model.stream:
-        model.stream = worker.stream
-        model.streams.append(worker.stream)
+        add_stream(s, model, worker.stream)
 
 
 def bind_manifest(s: Step, worker: Worker, key: VersionKey, layout: Digest, sums: Digest, total_bytes: int) -> None:
@@ -157,13 +157,16 @@ def publish(s: Step, worker: Worker, request: int, m: Publish) -> None:
             if not (copy is not None and copy.key == key and copy.state is not CopyState.FILLING):
                 check_creation(model, worker, key, memory.layout, sums)
                 check_room(s, worker, memory, m.room_bytes)
-                doubt_creator(s, model, worker, key, memory.layout)
+                if worker.stream not in (None, model.stream):
+                    check_streams(s, model)
         else:
             key = (m.held_epoch, m.number)
         check_publishable(model, worker, key, memory, sums)
     except TensorHubError as error:
         return s.fail(worker, request, error)
     if copy is None or copy.state is CopyState.HELD:
+        if m.held_epoch is None:
+            doubt_creator(s, model, worker, key, memory.layout)
         if copy is not None:
             drop_copy(s, copy, "published")
         put_copy(s, worker, key, memory, sums)

@@ -42,8 +42,14 @@ _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(request: int, message: Request | Reply, protocol: int = PROTOCOL) -> list[bytes]:
-    """Encode a message with its request number; raises MalformedMessage above MAX_MESSAGE_BYTES."""
-    body = _encoder.encode(message)
+    """Encode a message with its request number; raises MalformedMessage above MAX_MESSAGE_BYTES, or if it has no form.
+
+    A number of more than 64 bits has none, nor has text that is no unicode.
+    """
+    try:
+        body = _encoder.encode(message)
+    except (msgspec.EncodeError, ArithmeticError, ValueError, TypeError) as error:
+        raise MalformedMessage(f"a {type(message).__name__} cannot be encoded: {error}") from None
     if len(body) > MAX_MESSAGE_BYTES:
         raise MalformedMessage(
             f"a {type(message).__name__} of {len(body):,} bytes is over the limit of {MAX_MESSAGE_BYTES:,}"

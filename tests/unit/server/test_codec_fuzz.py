@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -39,6 +39,8 @@ def values(kind: object) -> st.SearchStrategy[object]:
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return structs(kind)
     arguments = get_args(kind)
+    if get_origin(kind) is Annotated:
+        return bounded(*arguments)
     if kind is type(None):
         return st.none()
     if get_origin(kind) is Literal:
@@ -51,8 +53,14 @@ def values(kind: object) -> st.SearchStrategy[object]:
     return st.one_of([values(argument) for argument in arguments])
 
 
+def bounded(kind: object, meta: msgspec.Meta) -> st.SearchStrategy[object]:
+    if kind is int:
+        return st.integers(meta.ge, meta.le)
+    return values(kind)  # what is generated is shorter than any bound
+
+
 def structs(kind: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     return st.builds(kind, **{name: values(hints[name]) for name in kind.__struct_fields__})
 
 
@@ -72,6 +80,16 @@ def test_every_request_comes_back(number: int, message: messages.Request) -> Non
 @given(NUMBERS, REPLIES)
 def test_every_reply_comes_back(number: int, message: messages.Reply) -> None:
     assert decode_reply(split(encode(number, message))) == message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [messages.Published(2**64, 0), messages.Published(0, -(2**70)), messages.Failure("state_error", "\udc80")],
+    ids=["above 64 bits", "far below", "no unicode"],
+)
+def test_what_has_no_form_is_refused_with_its_name(message: messages.Reply) -> None:
+    with pytest.raises(MalformedMessage, match=type(message).__name__):
+        encode(1, message)
 
 
 @settings(max_examples=500, deadline=None)
