@@ -1,4 +1,4 @@
-"""Groups of ranks without an engine: does filling by traced boxes equal vLLM's own loading?
+"""Groups of ranks without an engine: does filling by traced boxes, from any trainer, equal vLLM's own loading?
 
     python -m tests.engines.vllm.rank GROUP...
 
@@ -18,14 +18,26 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tensorhub_core.engine.logical import LogicalTensor
-from tensorhub_core.engine.trace import trace
+from tensorhub_core.client.memory import RegisteredMemory
+from tensorhub_core.client.reading import Destination, ReadEnd, SourceAccess
+from tensorhub_core.engine.logical import LogicalTensor, logical_tensors
+from tensorhub_core.engine.trace import Trace, trace
+from tensorhub_core.layout.plan import plan_read
+from tests.engines.vllm.trainers import TRAINERS, Shard
+from tests.unit.client.fake_executor import FakeExecutor
 
 SENTINEL = 0xA5
 
 
+class Quiet:
+    """Hears of progress."""
+
+    def on_progress(self, prefix: int, done_bytes: int, total_bytes: int, lease: str) -> None:
+        """Do nothing."""
+
+
 def check(config: Any, checkpoint: Path) -> dict[str, Any]:
-    """Load a checkpoint twice, by boxes and by vLLM, over different old bytes."""
+    """Load a checkpoint by vLLM and, over other old bytes, by boxes from every trainer."""
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -42,15 +54,19 @@ def check(config: Any, checkpoint: Path) -> dict[str, Any]:
             parameter.data.view(torch.uint8).fill_(SENTINEL)
         traced = trace(model.load_weights, parameters, sources)
         touched = [name for name, p in parameters.items() if not bool((p.data.view(torch.uint8) == SENTINEL).all())]
-        by_boxes = _fill(traced, real, parameters)
+        DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
+    loaded = {name: parameter.data.clone() for name, parameter in parameters.items()}
+    different = []
+    for trainer, hold in TRAINERS.items():
         for parameter in parameters.values():
             parameter.data.view(torch.uint8).fill_(SENTINEL ^ 0xFF)
-        DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
-    different = [
-        name
-        for name, parameter in parameters.items()
-        if not torch.equal(parameter.data.view(torch.uint8), by_boxes[name].view(torch.uint8))
-    ]
+        shards = hold(real, json.loads((checkpoint / "config.json").read_text()))
+        different += [f"{trainer}: {text}" for text in _fill(traced, sources, shards)]
+        different += [
+            f"{trainer}: {name}"
+            for name, parameter in parameters.items()
+            if not torch.equal(parameter.data.view(torch.uint8), loaded[name].view(torch.uint8))
+        ]
     moved = sum(
         torch.Size(box.shape).numel() * traced.tensors[name].element_size()
         for name, boxes in traced.boxes.items()
@@ -69,18 +85,32 @@ def check(config: Any, checkpoint: Path) -> dict[str, Any]:
     }
 
 
-def _fill(traced: Any, real: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _fill(traced: Trace, sources: list[LogicalTensor], shards: list[Shard]) -> list[str]:
+    """Fill the engine's memory from a trainer's as a reader does: plan, read, verify; return what went wrong."""
+    count = len(shards)
+    held = [
+        RegisteredMemory(shard.tensors, shard.boxes, shard=number, num_shards=count)
+        for number, shard in enumerate(shards)
+    ]
+    layouts = [memory.layout for memory in held]
+    if logical_tensors(layouts) != sorted(sources, key=lambda source: source.name):
+        return ["its shards make other logical tensors than the checkpoint has"]
     for view, value in traced.padding:
         view.fill_(value)
-    for name, tensor in traced.tensors.items():
-        for box in traced.boxes[name]:
-            part = real[box.logical][
-                tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape, strict=True))
-            ]
-            shape = (1,) * (tensor.dim() - part.dim()) + tuple(part.shape)
-            window = tuple(slice(at, at + size) for at, size in zip(box.local_offset, shape, strict=True))
-            tensor[window].copy_(part.reshape(shape))
-    return {name: parameter.data.clone() for name, parameter in parameters.items()}
+    own = RegisteredMemory(traced.tensors, traced.boxes)
+    own.collect()
+    sums = [memory.sums() for memory in held]
+    plan = plan_read(own.layout, layouts, sums)
+    access = [
+        SourceAccess(f"{n}", "", b"", m.layout, m.table, m.addresses, m.devices, sums[n], len(sums[n]))
+        for n, m in enumerate(held)
+    ]
+    destination = Destination(own.layout, own.table, own.addresses, own.devices, own.buffers)
+    job = FakeExecutor().start(plan, access, destination, None, Quiet())
+    job.thread.join()
+    own.spread()
+    assert job.outcome is not None
+    return [] if job.outcome.end is ReadEnd.VERIFIED else [str(job.outcome)]
 
 
 def check_all(tensor: int, pipeline: int, rank: int, folder: Path, checkpoints: list[str]) -> None:
@@ -124,9 +154,12 @@ def main(groups: list[dict[str, Any]]) -> int:
     import vllm.entrypoints.llm  # noqa: F401  # what takes long, once for all ranks
 
     failed = 0
-    for group in groups:
+    for number, group in enumerate(groups):
+        name = os.environ["VLLM_DIST_IDENT"] = f"tensorhub-trace-{os.getpid()}-{number}"
         children = [fork_rank(group, rank) for rank in range(group["tensor"] * group["pipeline"])]
         failed += sum(os.waitpid(child, 0)[1] != 0 for child in children)
+        for left in Path("/dev/shm").glob(f"{name}*"):  # a rank ends without giving its shared memory back
+            left.unlink()
     return failed
 
 

@@ -1,4 +1,7 @@
-"""Boxes derived from vLLM's own loading, with tensor and pipeline parallelism: bytewise the same as loading."""
+"""Boxes derived from vLLM's own loading, with tensor and pipeline parallelism: bytewise the same as loading.
+
+The sources are a checkpoint's tensors as three kinds of trainers hold them, see `trainers`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ TRACED = ("moe", "dense-tied", "dense-untied", "mla", "transposed", "bias-one-kv
 """A mixture of experts first: vLLM makes the expert group only for a first model that has experts."""
 
 
-GROUPS = {"one rank": (1, 1), "tensor 2": (2, 1), "pipeline 2": (1, 2)}
+GROUPS = {"one rank": (1, 1), "tensor 2": (2, 1), "tensor 4": (4, 1), "pipeline 2": (1, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +36,7 @@ def groups(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -
         job = {"tensor": tensor, "pipeline": pipeline, "folder": str(folders[name])}
         jobs.append({**job, "checkpoints": [str(checkpoints(kind, 1)) for kind in kinds_of(name)]})
     command = [sys.executable, "-m", "tests.engines.vllm.rank", *map(json.dumps, jobs)]
-    environment = {**os.environ, "VLLM_DIST_IDENT": "tensorhub-trace"}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True) as process:
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
         try:
             process.wait(timeout=250)
         finally:
@@ -44,6 +46,8 @@ def groups(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def kinds_of(group: str) -> tuple[str, ...]:
+    if group == "tensor 4":  # the other one has two heads
+        return tuple(kind for kind in TRACED if kind != "mla")
     return TRACED[:3] if group == "pipeline 2" else TRACED
 
 
