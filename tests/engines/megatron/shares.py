@@ -18,6 +18,9 @@ from .reference import Array, Share
 
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
+SEGMENT_BYTES = 4096
+"""Smaller than the matrices, so that these are read in parts."""
+
 
 @dataclass(frozen=True)
 class Sent:
@@ -41,7 +44,9 @@ def send(rank: int, recipe: Recipe, changes: Mapping[str, int] | None = None) ->
                     parameter.view(-1)[0] += changes[f"{rank}:{name}"]
     described = describe(built.chunks, recipe.hf_config())
     assert described.moved() == []
-    registered = RegisteredMemory(described.tensors, described.boxes, shard=rank, num_shards=recipe.world)
+    registered = RegisteredMemory(
+        described.tensors, described.boxes, shard=rank, num_shards=recipe.world, segment_bytes=SEGMENT_BYTES
+    )
     registered.collect()
     return Sent(registered.layout, [np.array(buffer) for buffer in registered.buffers], shares_of(built))
 

@@ -14,7 +14,7 @@ from .engine_layouts import ModelShape, engine_layout, logical_shapes
 from .models import EXPERT_FFN, FFN, HEAD_DIM, HEADS, HIDDEN, VOCAB, Recipe
 from .ranks import Ranks
 from .reference import hugging_face
-from .shares import Sent, send
+from .shares import SEGMENT_BYTES, Sent, send
 from .trainer_layouts import Grid, trainer_layouts
 
 RECIPES = {
@@ -103,7 +103,7 @@ def test_engines_get_what_gathering_and_slicing_gives(name: str, ranks: Callable
     truth = truth_of(sent, recipe)
     sources, memory = [each.layout for each in sent], [each.memory for each in sent]
     if recipe.experts_as != "grouped" and recipe.vpp is None:
-        assert sources == trainer_layouts(shape_of(recipe), grid_of(recipe))
+        assert sources == trainer_layouts(shape_of(recipe), grid_of(recipe), SEGMENT_BYTES)
     sums = [sums_of(*pair) for pair in zip(sources, memory, strict=True)]
     for tp in (1, 2, 4, 8):
         for rank in range(tp):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tensorhub_core.layout.canonical import build_layout
+from tensorhub_core.layout.canonical import SEGMENT_BYTES, build_layout
 from tensorhub_core.layout.types import Box, Layout, TensorSpec
 from tensorhub_megatron.names import Chunk, ModelDims, boxes_of
 
@@ -36,9 +36,9 @@ class Grid:
         return self.tp * self.pp * self.dp
 
 
-def trainer_layouts(model: ModelShape, grid: Grid) -> list[Layout]:
+def trainer_layouts(model: ModelShape, grid: Grid, segment_bytes: int = SEGMENT_BYTES) -> list[Layout]:
     """Return the layouts of all ranks, in Megatron's usual order of ranks."""
-    return [_Rank(model, grid, rank).layout() for rank in range(grid.world)]
+    return [_Rank(model, grid, rank).layout(segment_bytes) for rank in range(grid.world)]
 
 
 class _Rank:
@@ -56,12 +56,12 @@ class _Rank:
             model_type="mixtral" if model.mixtral_names else "",
         )
 
-    def layout(self) -> Layout:
+    def layout(self, segment_bytes: int) -> Layout:
         """Return what this rank holds."""
         specs = [spec for spec in self._tensors() if spec.boxes]
         tied = [spec.name.partition("@")[0] for spec in specs if "@" in spec.name]
         pairs = [(name, f"{name}@lm_head.weight") for name in tied]
-        return build_layout(specs, pairs, shard=self._rank, num_shards=self._grid.world)
+        return build_layout(specs, pairs, shard=self._rank, num_shards=self._grid.world, segment_bytes=segment_bytes)
 
     def _tensors(self) -> Iterator[TensorSpec]:
         model, stages = self._model, self._grid.pp

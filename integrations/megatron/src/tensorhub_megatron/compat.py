@@ -5,7 +5,7 @@ Written for megatron-core 0.16. Megatron is imported inside functions only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -87,18 +87,17 @@ def facts_of(config: Any, *, tied: bool) -> TrainerFacts:
 
 
 def entries(model: Any) -> list[Entry]:
-    """Return where every parameter of a model chunk lies in Megatron's global tensors; nothing is copied.
+    """Return where the parameters of a model chunk lie in Megatron's global tensors; nothing is copied.
 
-    Raises RegistrationError naming parameters of which Megatron does not tell where they lie.
+    Raises RegistrationError for one that Megatron rearranges.
     """
-    found = [entry for name, value in _flat(model.sharded_state_dict()) for entry in _entry(model, name, value)]
+    return [entry for name, value in _flat(model.sharded_state_dict()) for entry in _entry(model, name, value)]
+
+
+def lost(model: Any, found: Iterable[Entry]) -> list[str]:
+    """Return the parameters of a model chunk of which Megatron does not tell where they lie."""
     placed = {id(entry.parameter) for entry in found}
-    lost = [name for name, parameter in model.named_parameters() if id(parameter) not in placed]
-    if lost:
-        raise RegistrationError(
-            "Megatron's sharded_state_dict() does not say where these parameters lie: " + ", ".join(lost)
-        )
-    return found
+    return [name for name, parameter in model.named_parameters() if id(parameter) not in placed]
 
 
 def _flat(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -21,17 +21,18 @@ class Described:
     """What one rank registers: `worker.register(described.tensors, described.boxes)`.
 
     `tensors` are the model's own parameters by physical name, or views of them, never copies; `boxes` say which regions
-    of Hugging Face tensors they hold. `parameters` has the parameter behind each of them. Names are unique on a
-    rank and the same at every call.
+    of Hugging Face tensors they hold. `parameters` has the parameter behind each of them, `addresses` where it lay.
+    Names are unique on a rank and the same at every call.
     """
 
     tensors: dict[str, torch.Tensor]
     boxes: dict[str, tuple[Box, ...]]
     parameters: dict[str, torch.Tensor]
+    addresses: dict[str, int]
 
     def moved(self) -> list[str]:
-        """Return the names whose parameter no longer has the memory that is registered."""
-        return [name for name, tensor in self.tensors.items() if self.parameters[name].data_ptr() != tensor.data_ptr()]
+        """Return the names whose parameter has other memory now than the one that was described."""
+        return [name for name, address in self.addresses.items() if self.parameters[name].data_ptr() != address]
 
 
 def describe(
@@ -53,11 +54,13 @@ def describe(
     vocab = value_of(config, "vocab_size") or getattr(own, "vocab_size", None)
     dims = compat.model_dims(own, vocab, str(config.get("model_type") or ""))
     faults = differences(config, compat.facts_of(own, tied=any(map(compat.is_tied, models))))
-    found = Described({}, {}, {})
+    found = Described({}, {}, {}, {})
     unknown: dict[str, None] = {}
     for number, model in enumerate(models):
         prefix = f"chunk{number}." if len(models) > 1 else ""
-        for entry in compat.entries(model):
+        here = compat.entries(model)
+        faults += _lost(compat.lost(model, here), extra_names or {})
+        for entry in here:
             entry = replace(entry, name=prefix + entry.name)
             try:
                 boxes, templates = _boxes(entry, dims, extra_names)
@@ -73,6 +76,17 @@ def describe(
     if faults:
         raise RegistrationError("\n- ".join(("the Megatron model cannot be published as it is:", *faults)))
     return found
+
+
+def _lost(names: Sequence[str], extra_names: Mapping[str, str | None]) -> list[str]:
+    """Return a fault for each parameter that Megatron does not place, unless the user leaves it out."""
+    templates = dict.fromkeys(parse_key(name).template for name in names)
+    return [
+        f"{template}: Megatron's sharded_state_dict() does not say where it lies; give extra_names={{{template!r}: "
+        "None} to leave it out"
+        for template in templates
+        if template not in extra_names or extra_names[template] is not None
+    ]
 
 
 def _boxes(
@@ -101,6 +115,7 @@ def _add(found: Described, entry: compat.Entry, boxes: Sequence[Box], tied: bool
 def _put(found: Described, name: str, entry: compat.Entry, boxes: Sequence[Box]) -> None:
     found.tensors[name] = entry.tensor
     found.parameters[name] = entry.parameter
+    found.addresses[name] = entry.parameter.data_ptr()
     found.boxes[name] = tuple(boxes)
 
 
