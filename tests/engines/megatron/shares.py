@@ -62,4 +62,5 @@ def shares_of(built: Built) -> list[Share]:
 
 def array_of(tensor: torch.Tensor) -> Array:
     """Return a tensor's bits as an array of integers."""
-    return np.array(tensor.detach().contiguous().view(_INTS[tensor.element_size()]).numpy())
+    # A clone: memory that numpy has seen cannot be resized any more, and offloading resizes it.
+    return tensor.detach().clone(memory_format=torch.contiguous_format).view(_INTS[tensor.element_size()]).numpy()
