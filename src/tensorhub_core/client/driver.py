@@ -354,7 +354,8 @@ class RoundDriver:
             get_logger("client").warning(text, self._replica_of(lease))
         if outcome.end is ReadEnd.SOURCE_FAILED:
             counters.failovers += 1
-            text = "%s failed while it was read (%s: %s)"
+            # Whether its lease still stood, so that it is to blame, only the server knows (law L4): it logs that.
+            text = "%s is read no more (%s: %s)"
             get_logger("client").warning(text, self._replica_of(outcome.lease), outcome.kind, outcome.detail)
         return outcome
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tensorhub_core.errors import TensorHubError, error_from_wire
+from tensorhub_core.ids import VersionKey
 from tensorhub_core.state.messages import PROTOCOL, Ended, Failure, Held, Hello, PutBlob, Register, Reply, Welcome
 
 
@@ -55,10 +56,12 @@ def hello_of(
     offloads: tuple[Held, ...] = (),
     server_epoch: int = 0,
     ended: Ended | None = None,
+    created: VersionKey | None = None,
 ) -> Hello:
     """Return the hello of a worker that has heard of versions up to `high` and of servers up to `server_epoch`.
 
-    `offloads` are the copies that it keeps in host memory; `ended` is how its last round ended.
+    `offloads` are the copies that it keeps in host memory; `ended` is how its last round ended, `created` the newest
+    version that it created.
     """
     return Hello(
         protocol=PROTOCOL,
@@ -78,6 +81,7 @@ def hello_of(
         offloads=offloads,
         keeper=identity.keeper,
         server_epoch=server_epoch,
+        created=created,
     )
 
 

@@ -198,8 +198,12 @@ class RoundRunner:
         if end.unquiet:
             self.lost = True
             self._session.close()
-        self._miscounted = driver.state.key is None
-        if isinstance(error, DeadlineExceeded) and not self._session.answers():
+        unheard = driver.life != self._mailbox.newest()[1]
+        self._miscounted = driver.state.key is None or unheard
+        silent = not self._session.answers()
+        if unheard:  # the word that the round is left may have gone with an earlier connection
+            self._session.say_hello_again()
+        if isinstance(error, DeadlineExceeded) and silent:
             unreachable = ServerUnreachable(f"{error}; {self._session.address} is silent")
             unreachable.__cause__ = error
             return unreachable

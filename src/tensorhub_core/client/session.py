@@ -30,6 +30,7 @@ from tensorhub_core.errors import (
     TensorHubError,
     error_from_wire,
 )
+from tensorhub_core.ids import VersionKey
 from tensorhub_core.limits import start_thread
 from tensorhub_core.observe.log import get_logger
 from tensorhub_core.state.messages import (
@@ -81,6 +82,8 @@ class Session:
         self.offloads: tuple[tuple[Held, ...], tuple[PutBlob, ...]] = ((), ())
         """The offload copies that a hello names, and their blobs; replaced as a whole."""
         self.high: tuple[int, int] | None = None
+        self.created: VersionKey | None = None
+        """The newest version that the worker created: a server that has restarted takes none before it (law L10)."""
         self.ended: Ended | None = None
         """How the worker's last round ended, for shards that have not heard it."""
         self.hellos = 0
@@ -273,7 +276,8 @@ class Session:
         """Say who we are and what we hold; the answer is the welcome."""
         self._greeted = False
         self._hello = next(self._numbers)
-        hello = hello_of(self._identity, self.standing, self.high, self.offloads[0], self._search.epoch, self.ended)
+        about = (self.high, self.offloads[0], self._search.epoch, self.ended, self.created)
+        hello = hello_of(self._identity, self.standing, *about)
         self._link.send(encode(self._hello, hello))
         self._search.asked(time.monotonic())
         self._hello_due_s = time.monotonic() + _HELLO_AGAIN_S

@@ -153,6 +153,8 @@ class Worker:
                     self._runner.take_back_uncertain((number, sums))
                 raise
             assert isinstance(reply, Published)
+            if held_epoch is None:
+                self._session.created = (reply.epoch, reply.number)
             self._holding.now_published((reply.epoch, reply.number))
             self._holding.digest = sums.digest
             self._resources.stand((reply.epoch, reply.number), sums, life)

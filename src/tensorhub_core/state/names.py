@@ -38,10 +38,13 @@ def make_place(s: Step) -> None:
     s.forget(forgotten.name)
 
 
-def add_stream(s: Step, model: ModelState, stream: str) -> None:
-    """Make a stream the model's current one; of those that are over, only so many are remembered."""
-    model.stream = stream
-    model.streams.append(stream)
+def add_stream(s: Step, model: ModelState, stream: str, *, over: bool = False) -> None:
+    """Make a stream the model's current one, or one that is over; of those only so many are remembered."""
+    if over:
+        model.streams.insert(0, stream)
+    else:
+        model.stream = stream
+        model.streams.append(stream)
     for old in old_streams(s, model)[: max(0, len(model.streams) - s.state.config.max_streams)]:
         model.streams.remove(old)
 

@@ -312,7 +312,10 @@ class Waiting:
 
 @dataclass(slots=True)
 class ModelState:
-    """One stream of versions. `high` is the highest version that ever was whole, `heard` the highest heard of."""
+    """One stream of versions. `high` is the highest version that ever was whole, `heard` the highest heard of.
+
+    `created` is the highest that somebody who came back from an earlier life of the server had created there.
+    """
 
     name: ModelName
     epoch: int = 1
@@ -320,6 +323,7 @@ class ModelState:
     streams: list[str] = field(default_factory=list)
     high: VersionKey | None = None
     heard: VersionKey | None = None
+    created: VersionKey | None = None
     versions: dict[VersionKey, VersionRecord] = field(default_factory=dict)
     groups: dict[ReplicaName, Group] = field(default_factory=dict)
     waiting: list[Waiting] = field(default_factory=list)

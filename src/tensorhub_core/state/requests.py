@@ -40,6 +40,7 @@ class Hello(Message, frozen=True):
 
     `token` is drawn once per worker life: a hello with the same token is the same worker saying hello again, another
     token under an occupied slot supersedes it (law L8). `high` is the highest version the worker ever heard of.
+    `created` is the newest version that it created in its stream, whether or not it still holds it (law L10).
     `ended`: how the last round that the worker was in ended, for those who have not heard it (law L6).
     `server_epoch` is the highest epoch of a server it ever heard of: a server of a lower one stops without an answer.
     `offloads` are the offload copies it holds in host memory; `keeper` says that its replica exists to keep versions
@@ -63,6 +64,7 @@ class Hello(Message, frozen=True):
     offloads: Annotated[tuple[Held, ...], msgspec.Meta(max_length=1024)] = ()
     keeper: bool = False
     server_epoch: Count = 0
+    created: tuple[Count, Count] | None = None
 
 
 class Heartbeat(Message, frozen=True):

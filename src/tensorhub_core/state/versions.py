@@ -68,7 +68,7 @@ def current_epoch(model: ModelState) -> int:
 def highest_number(model: ModelState, epoch: int) -> int:
     """Return the highest number created in an epoch, -1 if none."""
     numbers = [key[1] for key in model.versions if key[0] == epoch]
-    numbers += [key[1] for key in (model.high, model.heard) if key is not None and key[0] == epoch]
+    numbers += [key[1] for key in (model.high, model.heard, model.created) if key and key[0] == epoch]
     return max(numbers, default=-1)
 
 
@@ -87,7 +87,7 @@ def creation_key(model: ModelState, worker: Worker, number: int) -> VersionKey:
             f"stream {stream!r} of model {model.name!r} is over, {model.stream!r} has taken its place: "
             "connect with a new stream name to start again"
         )
-    fresh = model.stream is None and not model.versions and model.heard is None
+    fresh = model.stream is None and not model.versions and model.heard is None and model.created is None
     return (model.epoch if fresh else model.epoch + 1, number)
 
 
