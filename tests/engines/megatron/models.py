@@ -5,9 +5,7 @@ Functions here run on the ranks (`ranks.py`).
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,52 +234,42 @@ def _te_grouped_experts() -> Any:
 
 
 def _grouped_linear(tp_axis: int) -> type[torch.nn.Module]:
-    """Return a class with the parameters of TEGroupedLinear, and Megatron's own code for where they lie.
+    """Return a class with the parameters of Megatron's TEGroupedLinear, and its description of where they lie.
 
-    Transformer Engine needs a GPU. Megatron defines the class only beside it, so that its method is taken from the
-    source.
+    Transformer Engine needs a GPU, and Megatron defines that class only beside it.
     """
-    from megatron.core.extensions import transformer_engine
 
     class GroupedLinear(torch.nn.Module):
-        use_bias = False
-
         def __init__(self, experts: int, inputs: int, outputs: int, *, config: Any, pg_collection: Any, **_: Any):
             super().__init__()
-            self.num_gemms, self._pg_collection, self._tp_group = experts, pg_collection, pg_collection.expt_tp
+            self._experts, self._groups = experts, pg_collection
             shape = [outputs, inputs]
-            shape[tp_axis] //= self._tp_group.size()
+            shape[tp_axis] //= pg_collection.expt_tp.size()
             for number in range(experts):
-                parameter = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+                parameter: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
                 parameter.allreduce = config.expert_model_parallel_size == 1
                 parameter.tensor_model_parallel = True
                 parameter.partition_dim = tp_axis
                 self.register_parameter(f"weight{number}", parameter)
 
-        def get_extra_state(self) -> Any:
-            return torch.empty(0)
-
-        def set_extra_state(self, _: Any) -> None:
-            pass
-
-        def _split_extra_state(self, state: Any) -> list[Any]:
-            return [state] * self.num_gemms
-
         def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-            axes = {f"{number}.weight": tp_axis for number in range(self.num_gemms)}
-            return grouped(self, axes, prefix, sharded_offsets, metadata)
+            from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
-    grouped = _source_function(transformer_engine, "TEGroupedLinear", "_sharded_state_dict_grouped")
+            ranks = self._groups.ep
+            offset, total = ranks.rank() * self._experts, ranks.size() * self._experts
+            return {
+                f"{prefix}weight{number}": make_tp_sharded_tensor_for_checkpoint(
+                    getattr(self, f"weight{number}"),
+                    f"{prefix}weight",
+                    tp_axis,
+                    prepend_offsets=(*sharded_offsets, (len(sharded_offsets), offset + number, total)),
+                    tp_group=self._groups.expt_tp,
+                    dp_cp_group=metadata["dp_cp_group"],
+                )
+                for number in range(self._experts)
+            }
+
     return GroupedLinear
-
-
-def _source_function(module: Any, class_name: str, function_name: str) -> Any:
-    tree = ast.parse(inspect.getsource(module))
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == class_name]
-    found = [node for node in ast.walk(classes[0]) if isinstance(node, ast.FunctionDef) and node.name == function_name]
-    scope = dict(vars(module))
-    exec(compile(ast.Module([found[0]], []), module.__file__, "exec"), scope)
-    return scope[function_name]
 
 
 def _with_fused_norms(spec: Any) -> Any:

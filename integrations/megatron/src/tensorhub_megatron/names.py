@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from string import Formatter
 
 from tensorhub_core.errors import RegistrationError
 from tensorhub_core.layout.types import Box
@@ -153,8 +154,7 @@ def boxes_of(
         raise RegistrationError(f"{key!r} of shape {chunk.global_shape} lacks axes: layers and experts come first")
     rows = chunk.global_shape[parsed.axes]
     if extra_names is not None and parsed.template in extra_names:
-        name = extra_names[parsed.template]
-        parts: list[Part] | None = [] if name is None else [(name, 0, rows)]
+        parts: list[Part] | None = _given(parsed.template, extra_names[parsed.template], rows)
     else:
         parts = _parts(parsed.template, rows, dims)
     if parts is None:
@@ -162,8 +162,8 @@ def boxes_of(
     boxes: list[Box] = []
     for index in product(*map(range, chunk.shape[: parsed.axes])):
         numbers = [at + first for at, first in zip(index, chunk.offset, strict=False)]
-        layer = parsed.layer if parsed.layer is not None or not numbers else numbers[0]
-        expert = parsed.expert if parsed.expert is not None or not numbers else numbers[-1]
+        layer = parsed.layer if parsed.layer is not None or not numbers else numbers.pop(0)
+        expert = parsed.expert if parsed.expert is not None or not numbers else numbers.pop(0)
         boxes.extend(_boxes(parts, chunk, parsed.axes, index, {"layer": layer, "expert": expert}))
     return tuple(boxes)
 
@@ -181,6 +181,23 @@ def _boxes(
             local = (*index, a - low, *(0 for _ in width))
             yield Box(name.format(**numbers), (first + a - begin, *columns), (b - a, *width), local)
         begin += count
+
+
+def _given(template: str, name: str | None, rows: int) -> list[Part]:
+    """Return the rows of a tensor that the user named; raises RegistrationError for a name unlike its key."""
+    if name is None:
+        return []
+    wanted = {field for field in ("layer", "expert") if f"{{{field}}}" in template}
+    try:
+        fields = {field for _, field, _, _ in Formatter().parse(name) if field is not None}
+    except ValueError:
+        fields = {name}
+    if not name or fields != wanted:
+        numbers = " and ".join(f"{{{field}}}" for field in sorted(wanted, reverse=True)) or "no number in braces"
+        raise RegistrationError(
+            f"the name given for {template!r} is {name!r}: it has to have {numbers}, as the key does"
+        )
+    return [(name, 0, rows)]
 
 
 def _parts(template: str, rows: int, dims: ModelDims) -> list[Part] | None:
