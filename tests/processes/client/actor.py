@@ -1,25 +1,28 @@
-"""A process that does what a test tells it: workers by handle, one JSON command a line, each on a thread of its own.
+"""A process that does what a test tells it: workers by handle, one JSON command a message, each on a thread of its own.
 
-`Actor` is the test's side. The process ends with its standard input.
+`Actor` is the test's side. All are forked from a process that has imported what takes long, before it had any thread;
+an actor ends when the test's end of its connection is closed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import queue
 import signal
-import subprocess
-import sys
+import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
-ROOT = Path(__file__).parents[3]
+IMPORTED_ONCE = ["torch", "pytest", "tensorhub_core.client.connect", "tests.processes.client.samples", __name__]
+"""Nothing that reads the environment when it is imported, as NIXL does: a test may have changed it."""
 
 
 class RemoteError(Exception):
@@ -34,14 +37,12 @@ class Actor:
     """A started actor; use as a context manager."""
 
     def __init__(self) -> None:
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))), "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.processes.client.actor"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            env=env,
-        )
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED_ONCE)
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=act, args=(theirs, {**os.environ, "OMP_NUM_THREADS": "1"}))
+        self._process.start()
+        theirs.close()
         self._next = 0
         self._open: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
@@ -51,22 +52,24 @@ class Actor:
         self._reader.start()
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            answer = json.loads(line)
-            if "event" in answer:
-                self.events.put(answer["event"])
-                continue
-            with self._lock:
-                future = self._open.pop(answer["id"])
-            if "error" in answer:
-                future.set_exception(RemoteError(*answer["error"]))
-            else:
-                future.set_result(answer["value"])
+        with suppress(EOFError, OSError):
+            while True:
+                self._take(json.loads(self._connection.recv_bytes()))
         with self._lock:
             for future in self._open.values():
                 future.set_exception(RemoteError("EOFError", "the actor is gone"))
             self._open.clear()
+
+    def _take(self, answer: dict[str, Any]) -> None:
+        if "event" in answer:
+            self.events.put(answer["event"])
+            return
+        with self._lock:
+            future = self._open.pop(answer["id"])
+        if "error" in answer:
+            future.set_exception(RemoteError(*answer["error"]))
+        else:
+            future.set_result(answer["value"])
 
     def begin(self, command: str, handle: str = "", **arguments: Any) -> Future[Any]:
         """Send a command; its result comes into the future."""
@@ -75,9 +78,7 @@ class Actor:
             self._next += 1
             self._open[self._next] = future
             line = json.dumps({"id": self._next, "command": command, "handle": handle, "arguments": arguments})
-            assert self._process.stdin is not None
-            self._process.stdin.write(line.encode() + b"\n")
-            self._process.stdin.flush()
+            self._connection.send_bytes(line.encode())
         return future
 
     def do(self, command: str, handle: str = "", timeout_s: float = 60.0, **arguments: Any) -> Any:
@@ -86,40 +87,44 @@ class Actor:
 
     def signal(self, number: int) -> None:
         """Send a signal to the process."""
+        assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
     @property
     def alive(self) -> bool:
         """Tell whether the process runs."""
-        return self._process.poll() is None
+        return self._process.is_alive()
 
     def kill(self) -> None:
         """Kill the process and wait for its end."""
         self._process.kill()
-        self._process.wait()
+        self._process.join()
 
     def __enter__(self) -> Actor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.send_signal(signal.SIGCONT)
-            self._process.stdin.close()
-            self._process.wait(20)
-        except (BrokenPipeError, subprocess.TimeoutExpired):
-            self._process.kill()
-            self._process.wait()
+        if self.alive:
+            self.signal(signal.SIGCONT)
+        with suppress(OSError):
+            self._half_close()
+        self._process.join(20)
+        if self.alive:
+            self.kill()
         self._reader.join(10)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._connection.close()
+
+    def _half_close(self) -> None:
+        """Tell the actor that no command will come any more; what it still says is read."""
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            end.shutdown(socket.SHUT_WR)
 
 
 class _Stage:
     """The actor's side: workers and their tensors by handle."""
 
-    def __init__(self) -> None:
-        self._out = threading.Lock()
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._out = connection, threading.Lock()
         self._workers: dict[str, Any] = {}
         self._tensors: dict[str, Any] = {}
         self._staged: dict[str, Any] = {}
@@ -127,10 +132,9 @@ class _Stage:
 
     def say(self, message: dict[str, Any]) -> None:
         with self._out:
-            sys.stdout.write(json.dumps(message) + "\n")
-            sys.stdout.flush()
+            self._connection.send_bytes(json.dumps(message).encode())
 
-    def run(self, line: str) -> None:
+    def run(self, line: bytes) -> None:
         order = json.loads(line)
         try:
             value = getattr(self, f"do_{order['command']}")(order["handle"], **order["arguments"])
@@ -237,17 +241,18 @@ class _Stage:
         return threading.active_count()
 
 
-def main() -> None:
-    """Serve commands until the input ends."""
+def act(connection: Connection, environment: dict[str, str]) -> None:
+    """Carry commands out until no more come; in the actor's process."""
     import torch
 
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
     torch.set_num_threads(1)
-    stage = _Stage()
-    for line in sys.stdin:
-        threading.Thread(target=stage.run, args=(line,), daemon=True).start()
+    stage = _Stage(connection)
+    with suppress(EOFError):
+        while True:
+            line = connection.recv_bytes()
+            threading.Thread(target=stage.run, args=(line,), daemon=True).start()
     for worker in list(stage._workers.values()):
         worker.close()
-
-
-if __name__ == "__main__":
-    main()

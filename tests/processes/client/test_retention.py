@@ -189,9 +189,10 @@ def test_the_last_holder_keeps_what_it_replaces(here: Site, how: str) -> None:
 
 
 def test_a_trainer_crashes_while_every_rollout_replaces_in_place(here: Site) -> None:
+    little = {"segment_bytes": 256 << 10, "window": 1}  # so that much is missing when half of it is verified
     with Actor() as home, Actor() as one, Actor() as two:
-        trainer = here.remote(home, "trainer", 7)
-        rollouts = [(one, here.remote(one, "one")), (two, here.remote(two, "two"))]
+        trainer = here.remote(home, "trainer", 7, settings=little)
+        rollouts = [(actor, here.remote(actor, name, settings=little)) for actor, name in ((one, "one"), (two, "two"))]
         for actor, rollout in rollouts:
             assert actor.do("call", rollout, method="replicate") == 7
         home.do("call", trainer, method="unpublish")
