@@ -42,6 +42,7 @@ from tensorhub_core.client.rounds import (
     Settled,
     Stop,
     Tick,
+    Unvouched,
     Withdraw,
     Withdrawn,
 )
@@ -96,7 +97,7 @@ class World:
         """Return an independent copy; faster than `deepcopy`, which takes most of the walk's time."""
         world, state = copy.copy(self), copy.copy(self.state)
         state.lost, state.prefixes, state.aliases = dict(state.lost), dict(state.prefixes), dict(state.aliases)
-        state.whole = set(state.whole)
+        state.whole, state.inexact = set(state.whole), set(state.inexact)
         world.state, world.pending = state, dict(self.pending)
         return world
 
@@ -168,6 +169,9 @@ def events(world: World) -> Iterator[Event]:
             yield ReadEnded(ReadOutcome(ReadEnd.SOURCE_FAILED, NO_READS, 5, "l1", "corrupt"))
         if world.stopped:
             yield ReadEnded(ReadOutcome(ReadEnd.CANCELLED, NO_READS, 5))
+    # Once, and not after everything else: or there would be too many states.
+    if world.reading and state.sources and not state.inexact and not state.rejoins and not state.relocations:
+        yield Unvouched(state.sources[0].lease, "unable", "no sums")
     if world.settling:
         yield Settled(b"digest")
     yield Pushed(RoundAborted(state.number, "state_error", "other shard"))
