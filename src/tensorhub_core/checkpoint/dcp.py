@@ -103,7 +103,7 @@ def open_dcp(
 def read_index(folder: Path) -> DcpIndex:
     """Return what the folder holds; raises ConfigError if its index is missing, damaged or hostile."""
     path = folder / INDEX_FILE
-    return parse_index(read_small(path, _MAX_INDEX_BYTES, folder), str(path))
+    return parse_index(read_small(path, _MAX_INDEX_BYTES), str(path))
 
 
 def checkpoint_of(

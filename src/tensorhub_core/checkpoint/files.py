@@ -69,12 +69,12 @@ def is_inside(file: str) -> bool:
     return bool(file) and "\0" not in file and "\\" not in file and not parts.is_absolute() and ".." not in parts.parts
 
 
-def file_size(path: Path, named_by: Path) -> int:
-    """Return the size in bytes of a regular file that another one names; raises ConfigError."""
+def file_size(path: Path, named_by: Path | None = None) -> int:
+    """Return the size in bytes of a regular file, which another one may name; raises ConfigError."""
     try:
         status = path.stat()
     except FileNotFoundError:
-        raise ConfigError(f"{path} is missing, though {named_by} names it") from None
+        raise ConfigError(f"{path} is missing" + (f", though {named_by} names it" if named_by else "")) from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     if not stat.S_ISREG(status.st_mode):
@@ -82,9 +82,9 @@ def file_size(path: Path, named_by: Path) -> int:
     return status.st_size
 
 
-def read_small(path: Path, most_bytes: int, named_by: Path) -> bytes:
+def read_small(path: Path, most_bytes: int) -> bytes:
     """Return the contents of a file of at most `most_bytes`; raises ConfigError."""
-    size = file_size(path, named_by)
+    size = file_size(path)
     if size > most_bytes:
         raise ConfigError(f"{path} is larger than any such file: {size:,} bytes")
     try:

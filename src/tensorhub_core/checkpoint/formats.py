@@ -109,7 +109,7 @@ def _formats_in(folder: Path) -> list[str]:
 def _backend(folder: Path) -> str | None:
     """Return the way in which Megatron saved its tensors, None if the folder is not Megatron's."""
     path = folder / _MEGATRON_FILE
-    backend = parse_json_object(read_small(path, 1 << 20, folder), str(path)).get("sharded_backend")
+    backend = parse_json_object(read_small(path, 1 << 20), str(path)).get("sharded_backend")
     if backend is None or backend == TORCH_DIST:
         return backend
     raise ConfigError(
@@ -119,7 +119,7 @@ def _backend(folder: Path) -> str | None:
 
 def _newest_iteration(folder: Path) -> Path:
     path = folder / _LATEST_FILE
-    newest = read_small(path, 1 << 10, folder).decode(errors="replace").strip()
+    newest = read_small(path, 1 << 10).decode(errors="replace").strip()
     if newest != "release" and not (newest.isascii() and newest.isdigit()):
         raise ConfigError(f"{path} does not hold the number of an iteration: {shown(newest)}")
     return existing_folder(folder / (newest if newest == "release" else f"iter_{int(newest):07d}"))

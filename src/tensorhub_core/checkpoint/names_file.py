@@ -13,7 +13,7 @@ _MAX_BYTES = 64 << 20
 
 def read_names(path: Path) -> dict[str, str | None]:
     """Return what a JSON object maps keys to: the name to serve, or None for null; raises ConfigError."""
-    names = parse_json_object(read_small(path, _MAX_BYTES, path.parent), str(path))
+    names = parse_json_object(read_small(path, _MAX_BYTES), str(path))
     for key, name in names.items():
         if name is not None and (not isinstance(name, str) or not is_name(name)):
             raise ConfigError(f"{path} maps {shown(key)} to {shown(name)}: the name of a tensor or null was expected")

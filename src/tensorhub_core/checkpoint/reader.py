@@ -85,7 +85,7 @@ def _find_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    data = read_small(path, _MAX_INDEX_BYTES, path.parent)
+    data = read_small(path, _MAX_INDEX_BYTES)
     names = parse_json_object(data, str(path)).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise ConfigError(f"{path} has no weight_map from tensor names to file names")

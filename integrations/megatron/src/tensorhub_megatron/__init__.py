@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from tensorhub_megatron.attaching import attach
     from tensorhub_megatron.bridge import TensorHubCallback
+    from tensorhub_megatron.checkpoint import publish_from_checkpoint
     from tensorhub_megatron.fsdp import attach_fsdp
     from tensorhub_megatron.hf_trainer import TensorHubTrainerCallback
     from tensorhub_megatron.layout import Described, describe
@@ -23,6 +24,7 @@ _PLACES = {
     "attach_optimizer": "publisher",
     "describe": "layout",
     "parameters_of": "publisher",
+    "publish_from_checkpoint": "checkpoint",
 }
 """Where each public name is defined; imported when first used: a callback imports the trainer that it is made for."""
 
@@ -36,6 +38,7 @@ __all__ = [
     "attach_optimizer",
     "describe",
     "parameters_of",
+    "publish_from_checkpoint",
 ]
 
 
