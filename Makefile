@@ -4,10 +4,10 @@ SHELL := /bin/bash
 PYTHON ?= python3
 ENVS := $(PYTHON) -m tools.envs
 
-.PHONY: help setup envs env-vllm env-sglang env-megatron demo demo-quick test test-core test-vllm nightly-sim lint format bench docs clean clean-cache
+.PHONY: help setup envs env-vllm env-sglang env-megatron demo demo-quick test test-core test-vllm test-megatron nightly-sim lint format bench docs clean clean-cache
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup:  ## Make the core environment, .venv
 	@$(ENVS) core
@@ -30,7 +30,7 @@ demo: setup env-vllm  ## The whole idea on a real model: an RL loop and two vLLM
 demo-quick: setup env-vllm  ## The same on a tiny model (2 minutes)
 	@.envs/vllm/bin/python demo/run.py --quick
 
-test: setup env-vllm  ## Run every check that CI runs
+test: setup env-vllm env-megatron  ## Run every check that CI runs
 	@.venv/bin/python -m tools.check
 
 test-core: setup  ## Run the tests that need no engine
@@ -38,6 +38,9 @@ test-core: setup  ## Run the tests that need no engine
 
 test-vllm: setup env-vllm  ## Run the tests with a real vLLM
 	@.venv/bin/python -m tools.check vllm
+
+test-megatron: setup env-megatron  ## Run the tests with a real Megatron-Core
+	@.venv/bin/python -m tools.check megatron
 
 nightly-sim: setup  ## 50,000 simulated worlds, by all cores (hours); CI runs the first 300
 	@.venv/bin/python -m tests.sim --seeds 50000 --jobs $$(nproc) --keep-going

@@ -54,14 +54,18 @@ PHASES = (
     Phase("format", (f"{CORE}/ruff", "format", "--check", "."), 120),
     Phase("mypy", (f"{CORE}/mypy",), 600),
     Phase("imports", (f"{CORE}/lint-imports", "--cache-dir", ".work/imports"), 300),
-    _pytest("unit", f"{CORE}/python", "-n", "2", "tests", *(f"--ignore={path}" for path in ALONE), limit_s=1200),
-    _pytest("walk", f"{CORE}/python", "-n", "2", "tests/walk", limit_s=900),
+    # More workers than cores, for they wait most of the time; in the order of tests/processes/conftest.py. Before what
+    # only computes: that is then spread over all cores when the engines are done.
     _pytest(
-        *("processes", f"{CORE}/python", "-n", "2", "--dist", "loadfile", "tests/processes", "tests/transport"),
+        *("processes", f"{CORE}/python", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"),
+        *("tests/processes", "tests/transport"),
         limit_s=1500,
     ),
     _pytest("readme", f"{CORE}/python", "tests/readme", limit_s=300),
+    _pytest("unit", f"{CORE}/python", "-n", "2", "tests", *(f"--ignore={path}" for path in ALONE), limit_s=1200),
+    _pytest("walk", f"{CORE}/python", "-n", "2", "tests/walk", limit_s=900),
     _pytest("vllm", f"{VLLM}/python", "tests/engines/vllm", limit_s=1500, lane="engines"),
+    _pytest("megatron", f"{MEGATRON}/python", "tests/engines/megatron", limit_s=900, lane="engines"),
     Phase("demo-quick", (f"{VLLM}/python", "demo/run.py", "--quick"), 600, lane="engines"),
 )
 
