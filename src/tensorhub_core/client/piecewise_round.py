@@ -121,7 +121,7 @@ class PiecewiseDriver(RoundDriver):
         content = (self._state.key, frozenset((source.layout, source.sums) for source in self._state.sources))
         if self._passage.begun and (not keep or content != self._content):
             self._passage.start_over()
-            self._of_all.before_bytes = 0
+            self._of_all.before_bytes, self._verified = 0, None
         self._content = content
         super()._make_plan(keep)
 

@@ -81,6 +81,14 @@ class Here:
             made.append(self.trainer(mine, version, replica, boxes=boxes, shard=shard, num_shards=2))
         return made
 
+    def fused(self, tensors: Arrays, version: int = 1) -> Worker:
+        """Publish all layers as one tensor, so that a segment has parts of several of them."""
+        layers = [name for name in tensors if name.startswith("layer")]
+        rest = {name: tensor for name, tensor in tensors.items() if name not in layers}
+        boxes = [Box(name, (0, 0), (60, 50), (60 * n, 0)) for n, name in enumerate(layers)]
+        stacked = np.concatenate([tensors[name] for name in layers])
+        return self.trainer({**rest, "fused": stacked}, version, "fused", boxes={"fused": boxes})
+
     def reader(self, shard: int = 0, num_shards: int = 1, **settings: Any) -> PieceReader:
         worker = connect_piecewise(
             self.address,
@@ -137,10 +145,10 @@ def test_portions_are_whole_tensors_that_fit_or_stand_alone() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, LIMIT, 1 << 20])
-@pytest.mark.parametrize("source", ["plain", "halves"])
+@pytest.mark.parametrize("source", ["trainer", "halves", "fused"])
 def test_all_tensors_pass_with_the_digest_that_a_plain_reader_has(here: Here, source: str, limit: int) -> None:
     tensors = weights(1)
-    here.trainer(tensors) if source == "plain" else here.halves(tensors)
+    getattr(here, source)(tensors)
     seen: list[tuple[int, int, str]] = []
     loader, reader = Loader(), here.reader(staging_bytes=limit)
     with reader.passing(described(tensors), "latest", 20.0, lambda *figures: seen.append(figures)) as passing:
@@ -149,14 +157,14 @@ def test_all_tensors_pass_with_the_digest_that_a_plain_reader_has(here: Here, so
     assert version == 1
     assert loader.has(tensors)
     total = sum(tensor.nbytes for tensor in tensors.values())
-    assert seen[-1] == (total, total, "trainer" if source == "plain" else "halves")
+    assert seen[-1] == (total, total, source)
     assert [figures[0] for figures in seen] == sorted(figures[0] for figures in seen)
-    assert reader.versions()[0].replicas == (("trainer" if source == "plain" else "halves"),), "offered to nobody"
+    assert reader.versions()[0].replicas == (source,), "offered to nobody"
     with connect(here.address, model="policy", transport=MemoryTransport(here.network), settings=QUICK) as other:
         other.register({name: np.zeros_like(tensor) for name, tensor in tensors.items()})
         other.replicate()
         assert other.digest == digest
-    assert reader.counters.bytes_read == total
+    assert reader.counters.bytes_read == total, "no byte twice, none for nothing"
 
 
 def test_memory_is_bounded(here: Here) -> None:
