@@ -1,12 +1,17 @@
 """Keep what of a schedule is still to be posted, and what of it has landed; pure.
 
-Reads go out in plan order. In a raw plan every source may take the next one; elsewhere each read has its source. A read
-that is posted in parts stays with one source until all of it has landed.
+Reads go out in the order of the schedule, but for those that have to wait: others may go first. In a raw plan every
+source may take the next one; elsewhere each read has its source. A read that is posted in parts stays with one source
+until all of it has landed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import itertools
+from bisect import bisect_right
+from collections.abc import Collection, Iterator
+
+import numpy as np
 
 from tensorhub_core.client.transfers import Part, Schedule
 
@@ -19,7 +24,8 @@ class Backlog:
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-        self._todo: list[tuple[int, int]] = [(0, len(schedule))] if len(schedule) else []
+        self._todo: dict[int, list[tuple[int, int]]] = {source: [span] for source, span in _spans(schedule)}
+        """By source, in a raw plan for all of them under 0: reads that nobody has begun, in order."""
         self._halves: dict[int, tuple[int, int]] = {}
         """By source: a read of which only the first bytes are posted, and how many."""
         self._missing: dict[int, int] = {}
@@ -34,21 +40,26 @@ class Backlog:
     def __bool__(self) -> bool:
         return bool(self._todo or self._halves or self._again)
 
-    def next(self, source: int, working: Collection[int]) -> Span | None:
-        """Return what a source may post next; `working` are the sources that are still asked for more."""
+    def urgent(self, source: int, working: Collection[int]) -> Span | None:
+        """Return what a source has to finish, or may post anew; `working` are the sources still asked for more."""
         half = self._halves.get(source)
         if half is not None:
             return half[0], half[0] + 1, half[1]
         for index in self._again:
             if source in self._takers(index, working):
                 return index, index + 1, 0
-        if self._todo and (self._schedule.raw or self._schedule.source[self._todo[0][0]] == source):
-            return *self._todo[0], 0
         return None
+
+    def fresh(self, source: int, least: int = 0) -> Iterator[tuple[int, int]]:
+        """Return the reads `begin..end`, from read `least` on, that a source may begin, in order."""
+        todo = self._todo.get(self._key(source), [])
+        for begin, end in itertools.islice(todo, _place(todo, least), None):
+            if end > least:
+                yield max(begin, least), end
 
     def has_work_for(self, sources: Collection[int]) -> bool:
         """Tell whether one of these sources has something to post, now or later."""
-        return bool(self._todo or self._again or any(source in self._halves for source in sources))
+        return bool(self._again or any(self._key(each) in self._todo or each in self._halves for each in sources))
 
     def is_half(self, source: int) -> bool:
         """Tell whether a source has to post the rest of a read first."""
@@ -109,6 +120,29 @@ class Backlog:
         if part.begin in self._again:
             self._again.remove(part.begin)
             return
-        _, end = self._todo.pop(0)
-        if part.end < end:
-            self._todo.insert(0, (part.end, end))
+        key = self._key(int(self._schedule.source[part.begin]))
+        todo = self._todo[key]
+        place = _place(todo, part.begin)
+        begin, end = todo[place]
+        todo[place : place + 1] = [span for span in ((begin, part.begin), (part.end, end)) if span[0] < span[1]]
+        if not todo:
+            del self._todo[key]
+
+    def _key(self, source: int) -> int:
+        return 0 if self._schedule.raw else source
+
+
+def _place(spans: list[tuple[int, int]], index: int) -> int:
+    """Return the number of the last span that begins at an index or before, 0 if there is none."""
+    return max(0, bisect_right(spans, index, key=lambda span: span[0]) - 1)
+
+
+def _spans(schedule: Schedule) -> list[tuple[int, tuple[int, int]]]:
+    """Return the reads `begin..end` of each source, which lie together."""
+    if not len(schedule):
+        return []
+    if schedule.raw:
+        return [(0, (0, len(schedule)))]
+    begins = np.flatnonzero(np.diff(schedule.source, prepend=-1)).tolist()
+    spans = zip(begins, [*begins[1:], len(schedule)], strict=True)
+    return [(int(schedule.source[begin]), (begin, end)) for begin, end in spans]

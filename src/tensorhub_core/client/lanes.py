@@ -5,10 +5,11 @@ Time is an argument. Only sources of one raw plan are compared with each other: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from tensorhub_core.client.backlog import Backlog
+from tensorhub_core.client.backlog import Backlog, Span
 from tensorhub_core.client.flow import Flow, FlowSettings
 from tensorhub_core.client.pace import Pace, patience_s, straggler, worthwhile
 from tensorhub_core.client.peers import AttachedPeer
@@ -23,9 +24,23 @@ class SourceFailed(Exception):
         self.source, self.kind, self.detail = source, kind, detail
 
 
+class Leave(Protocol):
+    """What may be read now (`readjob.ReadJob`); `leaves` grows whenever that becomes more."""
+
+    @property
+    def leaves(self) -> int:
+        """Return how often it has become more."""
+
+    def readable(self, source: int, begin: int, end: int) -> tuple[int, int]:
+        """Return the first reads of `begin..end` that may be posted to a source."""
+
+
 @dataclass(slots=True)
 class Lane:
-    """One source of a job. `left`: it is a straggler and gets no more work; `wrong` counts its wrong segments."""
+    """One source of a job. `left`: it is a straggler and gets no more work; `wrong` counts its wrong segments.
+
+    `waiting`: no read before this one could be posted when the leave to read was last looked at, at its `leaves`.
+    """
 
     source: int
     lease: str
@@ -37,6 +52,24 @@ class Lane:
     flights: int = 0
     left: bool = False
     wrong: int = 0
+    leaves: int = -1
+    waiting: int = 0
+
+    def next_span(self, backlog: Backlog, working: Collection[int], leave: Leave) -> Span | None:
+        """Return the first reads that the source may give now; those that still have to wait are passed over."""
+        urgent = backlog.urgent(self.source, working)
+        if urgent is not None:
+            begin, end, offset = urgent
+            return urgent if offset or leave.readable(self.source, begin, end) == (begin, end) else None
+        leaves = leave.leaves
+        if self.leaves != leaves:
+            self.leaves, self.waiting = leaves, 0
+        for begin, end in backlog.fresh(self.source, self.waiting):
+            found = leave.readable(self.source, begin, end)
+            self.waiting = found[0]
+            if found[0] < found[1]:
+                return *found, 0
+        return None
 
     def posted(self, length_bytes: int, now: float) -> None:
         """Count a batch that was posted."""

@@ -180,7 +180,7 @@ class Pump:
     def _next_part(self, lane: Lane) -> Part | None:
         """Return the next batch that a source may give now and that has a place to land."""
         room = lane.flow.room_bytes()
-        span = self._backlog.next(lane.source, self._lanes.working) if room else None
+        span = lane.next_span(self._backlog, self._lanes.working, self._job) if room else None
         if span is None:
             return None
         begin, end, offset = span
@@ -188,11 +188,6 @@ class Pump:
         if staged:
             room = min(room, self._staging.slot_bytes)
         part = self._schedule.next_part(lane.source, begin, end, offset, room, MOST_RUNS)
-        readable = self._job.readable(lane.source, part.begin, part.end)
-        if readable < part.end - part.begin:
-            if not readable:
-                return None
-            part = self._schedule.next_part(lane.source, begin, begin + readable, offset, room, MOST_RUNS)
         if not offset and not self._is_worthwhile(lane, part):
             return None
         if staged and lane.slot < 0:

@@ -13,6 +13,8 @@ from tensorhub_core.client.transfers import Schedule
 from tensorhub_core.client.verifier import Checked, Checker
 from tensorhub_core.layout.read_plan import ReadPlan
 
+_AT_ONCE = 1 << 16
+
 
 class ReadJob:
     """One read job; also the `ReadHandle` that the worker steers it by."""
@@ -37,6 +39,7 @@ class ReadJob:
         self.cancelled = False
         self.changed = threading.Condition()
         """Notified whenever an order or a result comes in; guards everything below."""
+        self._leaves = 0
         self._allowed = [source.prefix for source in sources]
         self._lost: dict[int, tuple[str, str]] = {}
         self._checked: list[Checked] = []
@@ -49,6 +52,7 @@ class ReadJob:
             for number, source in enumerate(self.sources):
                 if source.lease == lease:
                     self._allowed[number] = max(self._allowed[number], prefix)
+            self._leaves += 1
             self.changed.notify_all()
 
     def know(self, lease: str, first: int, sums: NDArray[np.uint64]) -> None:
@@ -57,6 +61,7 @@ class ReadJob:
             for number, source in enumerate(self.sources):
                 if source.lease == lease and first >= 0:
                     self.checker.know(number, first, sums)
+            self._leaves += 1
             self.changed.notify_all()
 
     def fail(self, lease: str, reason: str, kind: str = "lost") -> None:
@@ -92,16 +97,31 @@ class ReadJob:
         with self.changed:
             return self._allowed[source]
 
-    def readable(self, source: int, begin: int, end: int) -> int:
-        """Return how many of the first of some reads of the schedule may be posted to a source now.
+    @property
+    def leaves(self) -> int:
+        """Return how often leave to read more has come in."""
+        with self.changed:
+            return self._leaves
 
-        The source has them, and their checksums are known as far as they are to be compared.
+    def readable(self, source: int, begin: int, end: int) -> tuple[int, int]:
+        """Return the first of the reads `begin..end` of the schedule that may be posted to a source now, as a span.
+
+        The source has them, and their checksums are known as far as they are to be compared. Empty if there are none.
         """
         with self.changed:
-            late = self.checker.unknown[begin:end]
-            if self._allowed[source] < len(self.sources[source].sums):
-                late = late | (self.schedule.segment[begin:end] >= self._allowed[source])
-            return int(late.argmax()) if late.any() else end - begin
+            allowed = self._allowed[source]
+            waits = allowed < len(self.sources[source].sums)
+            while begin < end:
+                stop = min(begin + _AT_ONCE, end)
+                late = self.checker.unknown[begin:stop]
+                if waits:
+                    late = late | (self.schedule.segment[begin:stop] >= allowed)
+                first = int(late.argmin())
+                if not late[first]:
+                    rest = late[first:]
+                    return begin + first, begin + first + int(rest.argmax()) if rest.any() else stop
+                begin = stop
+            return end, end
 
     def lost(self) -> tuple[int, str, str] | None:
         """Return a source that `fail` named, the kind of its failure, and why."""

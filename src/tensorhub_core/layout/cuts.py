@@ -26,7 +26,8 @@ class ExactPolicy:
     """When a part of a segment is read instead of the whole of it.
 
     A part has at most `max_share` of the bytes of a segment of at least `min_segment_bytes`. It is one run of any
-    length, or runs of at least `min_run_bytes`: each costs a descriptor. `min_run_bytes` 0 counts as 1.
+    length, or several of at least `min_run_bytes`; or shorter ones, if it is still below that share when each run
+    counts as `min_run_bytes` more, which is about what a descriptor costs.
     """
 
     min_run_bytes: int = 2048

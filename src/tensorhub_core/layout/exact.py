@@ -113,7 +113,7 @@ class Choices:
     def _cheapest(self, policy: ExactPolicy, need: Need) -> Choice | None:
         key = (policy, need.start, need.length, need.shape, need.item_bytes)
         if key not in self._found:
-            self._found[key] = cheapest(need, policy.min_run_bytes)
+            self._found[key] = cheapest(need, policy)
         return self._found[key]
 
     def _number(self, choice: Choice) -> int:
@@ -135,8 +135,8 @@ class Choices:
         return Cuts(segment.astype(np.int64), *np.ascontiguousarray(rows[number].T))
 
 
-def cheapest(need: Need, min_run_bytes: int) -> Choice | None:
-    """Return the fewest bytes around what is needed that are one run, or equal runs that are long enough."""
+def cheapest(need: Need, policy: ExactPolicy) -> Choice | None:
+    """Return the fewest bytes around what is needed that are one run, or equal runs that are long enough or few."""
     best: Choice | None = None
     # What lies before an axis makes the runs' number, what lies behind it their length.
     for axis in range(len(need.shape) + 1):
@@ -146,11 +146,14 @@ def cheapest(need: Need, min_run_bytes: int) -> Choice | None:
         assert form is not None, "filled boxes have two levels"
         offset, run, stride = (part * need.item_bytes for part in form[:3])
         choice = Choice(offset, run, stride, form[3], start, length)
-        if choice.count > 1 and choice.run_bytes < min_run_bytes:
-            continue
         if best is None or (choice.length_bytes, choice.count) < (best.length_bytes, best.count):
-            best = choice
+            best = choice if _has_fair_runs(policy, need, choice) else best
     return best
+
+
+def _has_fair_runs(policy: ExactPolicy, need: Need, choice: Choice) -> bool:
+    cost_bytes = choice.length_bytes + choice.count * policy.min_run_bytes
+    return choice.count == 1 or choice.run_bytes >= policy.min_run_bytes or _is_worth_it(policy, need, cost_bytes)
 
 
 def _filled(need: Need, begin: int, end: int) -> tuple[Point, Point]:

@@ -112,7 +112,9 @@ def check_bytes(plan: ReadPlan, needs: Needs, layouts: list[Layout], policy: Exa
             assert segment.length_bytes >= policy.min_segment_bytes
         for read in mine:
             cut = int(plan.cut[read])
-            assert cut < 0 or plan.cuts.count[cut] == 1 or plan.cuts.run_bytes[cut] >= policy.min_run_bytes
+            if cut >= 0 and plan.cuts.count[cut] > 1 and plan.cuts.run_bytes[cut] < policy.min_run_bytes:
+                cost_bytes = plan.length_bytes[read] + plan.cuts.count[cut] * policy.min_run_bytes
+                assert cost_bytes <= policy.max_share * segment.length_bytes
         small = segment.length_bytes < policy.min_segment_bytes or needed.sum() > policy.max_share * len(needed)
         if not small and len(masks) == 1 and has_two_levels(masks[0], policy.min_run_bytes):
             assert np.array_equal(count, needed), "two levels are read exactly"

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorhub_core.client.backlog import Backlog
+from tensorhub_core.client.backlog import Backlog, Span
 from tensorhub_core.client.reading import Destination, SourceAccess
 from tensorhub_core.client.transfers import Part, Schedule
 from tensorhub_core.layout.canonical import build_layout
@@ -28,6 +28,12 @@ def schedule_of(lengths: list[int], source: list[int] | None, sources: int) -> S
     return Schedule(plan, [access] * sources, destination, np.zeros(count, np.bool_))
 
 
+def next_of(backlog: Backlog, source: int, working: list[int]) -> Span | None:
+    """Return what a source has to post first."""
+    urgent = backlog.urgent(source, working)
+    return urgent if urgent is not None else next(((*span, 0) for span in backlog.fresh(source)), None)
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_every_byte_is_posted_until_it_has_landed_right(data: st.DataObject) -> None:
@@ -35,6 +41,7 @@ def test_every_byte_is_posted_until_it_has_landed_right(data: st.DataObject) -> 
     sources = data.draw(st.integers(1, 3))
     fixed = data.draw(st.none() | st.lists(st.integers(0, sources - 1), min_size=len(lengths), max_size=len(lengths)))
     schedule = schedule_of(lengths, fixed, sources)
+    lengths, fixed = schedule.length_bytes.tolist(), None if fixed is None else schedule.source.tolist()
     backlog, working = Backlog(schedule), list(range(sources))
     flying: list[tuple[int, Part]] = []
     landed = np.zeros(len(lengths), np.int64)
@@ -45,12 +52,15 @@ def test_every_byte_is_posted_until_it_has_landed_right(data: st.DataObject) -> 
         if right.all() and not backlog:
             break
         able = [s for s in range(sources) if s in {flight[0] for flight in flying}]
-        able += [s for s in working if s not in able and backlog.next(s, working) is not None]
+        able += [s for s in working if s not in able and next_of(backlog, s, working) is not None]
         idle_turns -= 1
         source = data.draw(st.sampled_from(range(sources) if idle_turns > 0 else able))
         mine = [flight for flight in flying if flight[0] == source]
-        span = backlog.next(source, working) if source in working else None
+        span = next_of(backlog, source, working) if source in working else None
         if span is not None and (not mine or data.draw(st.booleans())):
+            if backlog.urgent(source, working) is None:
+                later = list(backlog.fresh(source, data.draw(st.integers(0, len(lengths) - 1))))
+                span = (*data.draw(st.sampled_from(later)), 0) if later else span
             begin, end, offset = span
             assert fixed is None or fixed[begin] == source
             part = schedule.next_part(source, begin, end, offset, data.draw(st.integers(1, 60)), 4)
@@ -104,11 +114,30 @@ def test_a_read_that_is_wrong_from_everywhere_is_used_up() -> None:
 
 
 def test_a_read_of_another_layout_goes_to_its_own_source_once_more() -> None:
-    backlog = Backlog(schedule_of([10, 10], [1, 0], 2))
-    assert backlog.next(0, [0, 1]) is None, "in plan order"
-    backlog.posted(1, Part(0, 1, 0, 10))
-    assert backlog.again(0, 1, [0, 1])
-    assert backlog.next(1, [0, 1]) == (0, 1, 0)
-    assert backlog.next(0, [0, 1]) == (1, 2, 0)
-    backlog.posted(1, Part(0, 1, 0, 10))
-    assert not backlog.again(0, 1, [0, 1])
+    backlog = Backlog(schedule_of([10, 11], [1, 0], 2))
+    assert next_of(backlog, 0, [0, 1]) == (0, 1, 0), "of either source the first"
+    assert next_of(backlog, 1, [0, 1]) == (1, 2, 0)
+    backlog.posted(1, Part(1, 2, 0, 10))
+    assert next_of(backlog, 1, [0, 1]) is None
+    assert backlog.again(1, 1, [0, 1])
+    assert backlog.urgent(0, [0, 1]) is None
+    assert next_of(backlog, 1, [0, 1]) == (1, 2, 0)
+    assert next_of(backlog, 0, [0, 1]) == (0, 1, 0)
+
+
+def test_reads_that_wait_are_passed_over_and_come_later() -> None:
+    backlog = Backlog(schedule_of([5] * 10, [0] * 8 + [1] * 2, 2))
+    for begin, end in [(3, 5), (6, 7), (0, 1)]:
+        backlog.posted(0, Part(begin, end, 0, 5 * (end - begin)))
+    assert list(backlog.fresh(0)) == [(1, 3), (5, 6), (7, 8)]
+    assert list(backlog.fresh(0, 2)) == [(2, 3), (5, 6), (7, 8)]
+    assert list(backlog.fresh(0, 3)) == [(5, 6), (7, 8)]
+    assert list(backlog.fresh(0, 8)) == []
+    assert list(backlog.fresh(1)) == [(8, 10)]
+    assert backlog.left_bytes == 30
+    for begin, end in [(5, 6), (7, 8), (1, 3)]:
+        assert backlog.has_work_for([0])
+        backlog.posted(0, Part(begin, end, 0, 5 * (end - begin)))
+    assert not backlog.has_work_for([0])
+    assert backlog.has_work_for([0, 1])
+    assert bool(backlog)
