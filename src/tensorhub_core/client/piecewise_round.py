@@ -37,7 +37,7 @@ from tensorhub_core.settings import Settings, load_settings
 from tensorhub_core.state.messages import Unpublish
 from tensorhub_core.transport.base import Transport
 
-PIECES_BYTES = 1 << 30
+PIECES_BYTES = 256 << 20
 """Memory that a version passes through, where the setting `staging_bytes` says nothing; a larger tensor takes more."""
 _POLL_S = 0.005
 _LATE_S = LEAVE_GRACE_S + STOP_GRACE_S + 5.0
