@@ -80,7 +80,6 @@ def _name_types_as_cuda() -> None:
 
 def finish() -> None:
     """Replace what Megatron bound to CUDA while it was imported."""
-    import megatron.core.transformer.moe.grouped_gemm_util as grouped_gemm
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -89,8 +88,11 @@ def finish() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     token_dispatcher.maybe_move_tensor_to_cpu = _keep_on_cpu
-    # Without its kernels grouped experts cannot run, but they can be made and described.
-    grouped_gemm.assert_grouped_gemm_is_available = lambda: None
+    with contextlib.suppress(ImportError):  # gone from later releases
+        import megatron.core.transformer.moe.grouped_gemm_util as grouped_gemm
+
+        # Without its kernels grouped experts cannot run, but they can be made and described.
+        grouped_gemm.assert_grouped_gemm_is_available = lambda: None
 
 
 def _keep_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

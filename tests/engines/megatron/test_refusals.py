@@ -170,3 +170,68 @@ def test_without_a_configuration_names_are_llamas_and_padding_counts(ranks: Job)
     assert {box.logical for box in words} == {"model.embed_tokens.weight"}
     assert sum(box.shape[0] for box in words) == recipe.padded_vocab
     assert np.all([box.offset[0] == rank * recipe.padded_vocab // 2 for rank, box in enumerate(words)])
+
+
+def _with_setting(_: int, name: str, value: Any) -> str:
+    recipe = Recipe(tp=2, experts=4, qk_norm=True)
+    built = build(recipe)
+    setattr(built.config, name, value)
+    try:
+        describe(built.chunks, recipe.hf_config())
+    except RegistrationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("layernorm_zero_centered_gamma", True),
+        ("rotary_interleaved", True),
+        ("attention_output_gate", True),
+        ("moe_mlp_glu_interleave_size", 32),
+        ("moe_shared_expert_glu_interleave_size", 32),
+    ],
+)
+def test_settings_that_give_rows_another_meaning_are_refused(name: str, value: Any, ranks: Job) -> None:
+    for text in ranks(2).run(_with_setting, name, value):
+        assert name in text
+
+
+def _tampered(_: int, how: str) -> str:
+    """Describe a model whose state dict is not made of its parameters as they lie."""
+    built = build(Recipe(tp=2))
+    model = built.chunks[0].module
+    own = model.sharded_state_dict
+
+    def tampered() -> Any:
+        state = own()
+        if how == "copy":
+            value = state["decoder.final_layernorm.weight"]
+            value.data = value.data.clone()
+        else:
+            factory = state["decoder.layers.0.mlp.linear_fc1.weight"]
+            build_own = factory.build_fn
+            factory.build_fn = lambda *args: list(reversed(build_own(*args)))
+        return state
+
+    model.sharded_state_dict = tampered
+    try:
+        describe(built.chunks)
+    except RegistrationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [("copy", "gives copies of these: decoder.final_layernorm.weight"), ("order", "rearranges 'decoder.layers.0.mlp")],
+)
+def test_what_is_not_the_parameters_own_memory_is_refused(how: str, text: str, ranks: Job) -> None:
+    for found in ranks(2).run(_tampered, how):
+        assert text in found
+
+
+def test_what_is_no_megatron_model_is_refused() -> None:
+    with pytest.raises(RegistrationError, match="Linear is not a model of megatron-core"):
+        describe([torch.nn.Linear(2, 2)])

@@ -38,10 +38,16 @@ class Entry:
 
 
 def unwrap(chunk: Any) -> Any:
-    """Return the model inside of DistributedDataParallel, Float16Module and the like."""
-    while hasattr(chunk, "module") and not hasattr(chunk, "decoder"):
-        chunk = chunk.module
-    return chunk
+    """Return the model inside of DistributedDataParallel, Float16Module and the like; raises RegistrationError."""
+    model = chunk
+    while hasattr(model, "module") and not hasattr(model, "decoder"):
+        model = model.module
+    if not callable(getattr(model, "sharded_state_dict", None)) or not hasattr(model, "config"):
+        raise RegistrationError(
+            f"{type(model).__qualname__} is not a model of megatron-core: give what get_model() returned, or use "
+            "attach_optimizer() or attach_fsdp()"
+        )
+    return model
 
 
 def is_tied(model: Any) -> bool:
@@ -86,12 +92,25 @@ def facts_of(config: Any, *, tied: bool) -> TrainerFacts:
     )
 
 
+def rearranged(config: Any) -> list[str]:
+    """Return the settings with which parameters do not hold the rows that Hugging Face tensors have."""
+    settings = ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size", "attention_output_gate")
+    found = {name: getattr(config, name, None) for name in settings}
+    return [f"{name} = {value}: rows of such matrices cannot be told yet" for name, value in found.items() if value]
+
+
 def entries(model: Any) -> list[Entry]:
     """Return where the parameters of a model chunk lie in Megatron's global tensors; nothing is copied.
 
-    Raises RegistrationError for one that Megatron rearranges.
+    Raises RegistrationError for one that Megatron rearranges or copies.
     """
-    return [entry for name, value in _flat(model.sharded_state_dict()) for entry in _entry(model, name, value)]
+    state = model.sharded_state_dict()
+    live = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    found = [entry for name, value in _flat(state) for entry in _entry(model, name, value)]
+    copies = [entry.name for entry in found if id(entry.parameter) not in live]
+    if copies:
+        raise RegistrationError("Megatron's sharded_state_dict() gives copies of these: " + ", ".join(copies))
+    return found
 
 
 def lost(model: Any, found: Iterable[Entry]) -> list[str]:

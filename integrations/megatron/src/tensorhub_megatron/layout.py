@@ -54,6 +54,7 @@ def describe(
     vocab = value_of(config, "vocab_size") or getattr(own, "vocab_size", None)
     dims = compat.model_dims(own, vocab, str(config.get("model_type") or ""))
     faults = differences(config, compat.facts_of(own, tied=any(map(compat.is_tied, models))))
+    faults += compat.rearranged(own)
     found = Described({}, {}, {}, {})
     unknown: dict[str, None] = {}
     for number, model in enumerate(models):
