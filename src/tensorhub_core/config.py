@@ -81,7 +81,7 @@ class ClientConfig:
     offload_limit_bytes: int | None = _setting(
         None,
         "most host memory for copies of retained versions that only this replica holds; None = half of what this "
-        "process can take when it connects",
+        "process can take when it connects, shared by the LOCAL_WORLD_SIZE processes of a launcher that sets it",
         least=0,
     )
     zone: str = _setting("", "datacentre of this process: sources in the same zone are preferred")
@@ -92,7 +92,10 @@ class ClientConfig:
     interface: str | None = _setting(None, "network interface the data plane uses; None = the transport's choice")
     segment_bytes: int = _setting(4 << 20, "size of a segment: the unit of transfer, check and resume", least=4096)
     staging_bytes: int | None = _setting(
-        None, "most host memory that `stage()` may take; None = as much as the shard has", least=0
+        None,
+        "most host memory that `stage()` may take, and that a version passes through which an engine loads in pieces; "
+        "None = as much as the shard has, and 256 MiB",
+        least=0,
     )
     verify: str = _setting(
         "always",
@@ -101,7 +104,7 @@ class ClientConfig:
         choices=("always", "sampled", "off"),
     )
     min_run_bytes: int = _setting(
-        0,
+        2048,
         "shortest run of bytes that is read out of a segment when another layout needs only parts of it; 0 = always "
         "whole segments",
         least=0,
