@@ -161,8 +161,14 @@ def _connect_embedded(identity: Identity, mailbox: Mailbox, settings: Settings) 
 def _offload_policy(config: ClientConfig) -> OffloadPolicy:
     limit_bytes, available = config.offload_limit_bytes, available_bytes()
     if limit_bytes is None and available is not None:
-        limit_bytes = available // 2
+        limit_bytes = available // (2 * processes_here(os.environ))
     return OffloadPolicy(limit_bytes, check=config.verify != "off", patience_s=config.handover_s)
+
+
+def processes_here(environ: Mapping[str, str]) -> int:
+    """Return how many processes a launcher such as torchrun started on this machine: they share its memory."""
+    text = environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if text.isascii() and text.isdecimal() and len(text) < 10 else 1
 
 
 def _transport_maker(transport: str | Transport, config: ClientConfig) -> Callable[[], Transport]:

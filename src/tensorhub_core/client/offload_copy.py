@@ -62,10 +62,8 @@ class OffloadMemory:
         table = original.memory.table
         self.layout, self.table = original.memory.layout, table
         self._arena = Arena(storage_lengths(table, len(original.memory.devices)))
-        regions, agent = self._arena.regions(), b""
-        if regions:
-            transport.register(regions)
-            agent = transport.describe()
+        transport.register(self._arena.regions())
+        agent = transport.describe()  # of empty tensors too: the server knows copies by where they lie
         self.addresses: NDArray[np.uint64] = self._arena.addresses
         self.devices: tuple[str, ...] = ("cpu",) * len(self.addresses)
         addresses = self._arena.addresses.astype("<u8").tobytes()

@@ -27,7 +27,7 @@ class Arena:
         """Allocate; raises MemoryError."""
         self.lengths = tuple(lengths)
         ends = np.cumsum([-(-length // _ALIGN_BYTES) * _ALIGN_BYTES for length in lengths], dtype=np.int64)
-        total = int(ends[-1]) if len(ends) else 0
+        total = max(_ALIGN_BYTES, int(ends[-1]) if len(ends) else 0)  # so that each has a place of its own
         memory = np.empty(total + _PAGE_BYTES, np.uint8)
         skip = -memory.ctypes.data % _PAGE_BYTES
         self._memory: NDArray[np.uint8] = memory[skip : skip + total]
@@ -42,8 +42,8 @@ class Arena:
         )
 
     def regions(self) -> list[Region]:
-        """Return the region to register with a transport, none if there is nothing to hold."""
-        return [Region(self.address, self._memory.nbytes)] if self._memory.nbytes else []
+        """Return the region to register with a transport."""
+        return [Region(self.address, self._memory.nbytes)]
 
 
 class StagedMemory:

@@ -260,7 +260,8 @@ def offloaded(s: Step, worker: Worker, request: int, m: Offloaded) -> None:
     """Take an offload copy in; it serves at once."""
     original, placement = worker.copy, Digest(m.placement)
     # By its placement too: a hello after a lost connection or a restart may have brought it before this.
-    known = next((c for c in worker.offloads if c.origin == m.copy or c.memory.placement == placement), None)
+    said = None if original is None or original.id != m.copy else original.key
+    known = next((c for c in worker.offloads if is_known_as(c, m.copy, placement, said)), None)
     if known is not None:
         return s.reply(worker, request, OffloadKept(known.id))
     if original is None or original.id != m.copy or not is_kept_back(s, original):
@@ -274,6 +275,11 @@ def offloaded(s: Step, worker: Worker, request: int, m: Offloaded) -> None:
     if worker.room_bytes is not None:
         worker.room_bytes -= memory.total_bytes
     s.reply(worker, request, OffloadKept(copy.id))
+
+
+def is_known_as(copy: Copy, origin: CopyId | str, placement: Digest, key: VersionKey | None) -> bool:
+    """Tell whether this is the offload copy that a worker speaks of; `key` is its version if that is known."""
+    return copy.origin == origin or (copy.memory.placement == placement and key in (None, copy.key))
 
 
 def put_offload(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from tensorhub_core.client import offload_copy
 from tensorhub_core.client.offload_copy import OffloadMemory, Original
@@ -357,3 +358,20 @@ def test_memory_is_the_callers_again_only_when_a_needless_copy_has_stopped_readi
         ended.result(30)
         assert same(tensors, make("plain", 8 if how == "update" else 7, mib=MIB))
         assert not [r for r in caplog.records if "changed before" in r.getMessage()]
+
+
+@pytest.mark.parametrize("way", ["auto", "tcp", "cma"])
+def test_versions_without_a_byte_are_kept_like_others(way: str) -> None:
+    with site(retain=2) as here:
+        trainer = here.worker("trainer", transport=way)
+        trainer.register({"none": torch.empty(0, 16), "nor here": torch.empty(0, dtype=torch.int64)})
+        for version in (1, 2, 3, 4):
+            trainer.publish(version)
+            trainer.unpublish(timeout_s=20)
+            newest = min(version, 2)
+            assert here.retained() == list(range(version - newest + 1, version + 1))
+            until(lambda newest=newest: len(trainer._resources.offloads) == newest)
+        reader = here.worker("reader", transport=way)
+        reader.register({"none": torch.empty(0, 16), "nor here": torch.empty(0, dtype=torch.int64)})
+        assert reader.replicate(3, timeout_s=20) == 3
+        assert reader.update(timeout_s=20) == 4

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from tensorhub_core.client.connect import processes_here
 from tensorhub_core.client.host_memory import available_bytes
 
 MB = 1 << 20
@@ -63,3 +66,11 @@ def test_a_container_that_sees_its_group_as_the_root(tmp_path: Path) -> None:
 def test_here() -> None:
     found = available_bytes()
     assert found is None or 0 < found < 1 << 50
+
+
+@pytest.mark.parametrize(
+    ("text", "processes"),
+    [(None, 1), ("8", 8), ("0", 1), ("", 1), ("-2", 1), ("two", 1), ("²", 1), ("9" * 5000, 1), ("1", 1)],
+)
+def test_processes_of_a_launcher_share_the_machine(text: str | None, processes: int) -> None:
+    assert processes_here({} if text is None else {"LOCAL_WORLD_SIZE": text}) == processes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tensorhub_core.state.invariants import check
 from tensorhub_core.state.messages import (
     Failure,
     LeaveRound,
@@ -230,3 +231,17 @@ def test_when_a_spot_replica_gives_up_nothing_is_asked_of_its_other_shards() -> 
     assert answered(s, asked) == [True, True]
     assert len(s[1].pushed(Offload)) == len(dropped(s[1])) == 1, "what was asked is taken back, and not asked again"
     lawful(hub)
+
+
+def test_copies_that_say_to_lie_at_one_place_are_told_apart_by_their_versions() -> None:
+    hub = Hub(retain=2)
+    (t,) = replica(hub, "trainer")
+    copies = []
+    for number in (1, 2):
+        publish([t], number)
+        asked = unpublish([t])
+        push = t.pushed(Offload)[-1]
+        copies.append(t.call(Offloaded(push.copy, t.put(b"the same place")), OffloadKept).copy)
+        assert answered([t], asked) == [True]
+    assert len(set(copies)) == 2
+    assert check(hub.state) == []
