@@ -42,6 +42,9 @@ class Recipe:
     overlap: bool = False
     moe_layers: tuple[int, ...] | None = None
     mixtral: bool = False
+    vocab: int = VOCAB
+    first_stage_layers: int | None = None
+    """Layers of the first pipeline stage, where it has another number of them than the others."""
 
     @property
     def world(self) -> int:
@@ -52,7 +55,7 @@ class Recipe:
     def padded_vocab(self) -> int:
         """Return the rows of the embedding: a multiple of 8 for every rank, as Megatron pads it."""
         multiple = 8 * self.tp
-        return -(-VOCAB // multiple) * multiple
+        return -(-self.vocab // multiple) * multiple
 
     @property
     def model_type(self) -> str:
@@ -71,7 +74,7 @@ class Recipe:
             moe["shared_expert_intermediate_size"] = self.shared_expert
         return {
             "model_type": self.model_type,
-            "vocab_size": VOCAB,
+            "vocab_size": self.vocab,
             "hidden_size": HIDDEN,
             "num_hidden_layers": self.layers,
             "num_attention_heads": HEADS,
@@ -162,6 +165,7 @@ def transformer_config(recipe: Recipe) -> Any:
         tensor_model_parallel_size=recipe.tp,
         pipeline_model_parallel_size=recipe.pp,
         virtual_pipeline_model_parallel_size=recipe.vpp,
+        num_layers_in_first_pipeline_stage=recipe.first_stage_layers,
         expert_model_parallel_size=recipe.ep,
         use_cpu_initialization=True,
         normalization="RMSNorm",

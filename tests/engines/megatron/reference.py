@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .models import HEAD_DIM, HEADS, VOCAB, Recipe
+from .models import HEAD_DIM, HEADS, Recipe
 
 Array = NDArray[np.generic]
 
@@ -55,9 +55,9 @@ def hugging_face(ranks: Iterable[Iterable[Share]], recipe: Recipe) -> dict[str, 
 
 def _convert(whole: str, parts: list[Array], recipe: Recipe) -> Iterator[tuple[str, Array]]:
     if whole == "embedding.word_embeddings.weight":
-        yield "model.embed_tokens.weight", np.concatenate(parts)[:VOCAB]
+        yield "model.embed_tokens.weight", np.concatenate(parts)[: recipe.vocab]
     elif whole == "output_layer.weight":
-        yield "lm_head.weight", np.concatenate(parts)[:VOCAB]
+        yield "lm_head.weight", np.concatenate(parts)[: recipe.vocab]
     elif whole == "decoder.final_layernorm.weight":
         yield "model.norm.weight", parts[0]
     else:

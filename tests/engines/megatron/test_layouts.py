@@ -11,7 +11,7 @@ from tensorhub_core.layout.plan import plan_read
 from tests.property.layout.world import Bytes, execute, expected, sums_of
 
 from .engine_layouts import ModelShape, engine_layout, logical_shapes
-from .models import EXPERT_FFN, FFN, HEAD_DIM, HEADS, HIDDEN, VOCAB, Recipe
+from .models import EXPERT_FFN, FFN, HEAD_DIM, HEADS, HIDDEN, Recipe
 from .ranks import Ranks
 from .reference import hugging_face
 from .shares import SEGMENT_BYTES, Sent, send
@@ -46,6 +46,8 @@ RECIPES = {
     "tp2-dp2-ep2": Recipe(tp=2, dp=2, ep=2, experts=4, dist_opt=True, qk_norm=True),
     "pp2-ep2-grouped": Recipe(pp=2, dp=2, ep=2, experts=4, experts_as="grouped", qk_norm=True),
     "tp4": Recipe(tp=4),
+    "tp4-rank-of-padding": Recipe(tp=4, vocab=20, tied=True),
+    "pp2-uneven": Recipe(pp=2, layers=3, first_stage_layers=1, qk_norm=True),
     "tp4-two-groups": Recipe(tp=4, groups=2, qkv_bias=True, tied=True),
     "tp4-te-grouped": Recipe(tp=4, ep=4, etp=1, experts=8, experts_as="te_grouped", qk_norm=True),
 }
@@ -60,7 +62,7 @@ def shape_of(recipe: Recipe) -> ModelShape:
         heads=HEADS,
         kv_heads=recipe.groups,
         head_dim=HEAD_DIM,
-        vocab=VOCAB,
+        vocab=recipe.vocab,
         ffn=FFN,
         experts=recipe.experts,
         expert_ffn=EXPERT_FFN,
@@ -102,7 +104,7 @@ def test_engines_get_what_gathering_and_slicing_gives(name: str, ranks: Callable
     sent = ranks(recipe.world).run(send, recipe)
     truth = truth_of(sent, recipe)
     sources, memory = [each.layout for each in sent], [each.memory for each in sent]
-    if recipe.experts_as != "grouped" and recipe.vpp is None:
+    if recipe.experts_as != "grouped" and recipe.vpp is None and recipe.first_stage_layers is None:
         assert sources == trainer_layouts(shape_of(recipe), grid_of(recipe), SEGMENT_BYTES)
     sums = [sums_of(*pair) for pair in zip(sources, memory, strict=True)]
     for tp in (1, 2, 4, 8):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tensorhub_core.errors import LayoutMismatch, RegistrationError
+from tensorhub_core.layout.canonical import build_layout
 from tensorhub_core.layout.plan import plan_read
 from tensorhub_megatron.layout import describe
 from tests.property.layout.world import sums_of
@@ -24,6 +25,7 @@ from .test_layouts import shape_of
 Job = Callable[[int], Ranks]
 
 PP_TIED = Recipe(pp=2, tied=True)
+WORDS = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def refusal(sent: Sequence[Sent], destination: Any) -> tuple[str, ...]:
@@ -57,6 +59,17 @@ def test_an_engine_may_have_the_words_tied_or_apart(ranks: Job) -> None:
         destination = engine_layout(replace(shape_of(PP_TIED), tied=tied), 1, 0)
         assert ("lm_head.weight" in {spec.name for spec in destination.tensors}) is not tied
         plan_read(destination, sources, sums)
+    both = engine_layout(replace(shape_of(PP_TIED), tied=False), 1, 0)
+    plan_read(build_layout(both.tensors, [WORDS], shard=0, num_shards=1), sources, sums)
+
+
+def test_words_that_an_engine_ties_are_refused_where_the_trainer_has_them_apart(ranks: Job) -> None:
+    recipe = Recipe(pp=2)
+    sent = ranks(2).run(send, recipe)
+    both = engine_layout(shape_of(recipe), 1, 0)
+    (difference,) = refusal(sent, build_layout(both.tensors, [WORDS], shard=0, num_shards=1))
+    assert "tied" in difference
+    assert all(name in difference for name in WORDS)
 
 
 def test_an_engine_with_another_model_is_told_all_differences(ranks: Job) -> None:
