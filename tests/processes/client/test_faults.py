@@ -34,7 +34,7 @@ ONE_BY_ONE = {**SMALL, "window": 1, "stall_s": 3.0}
 when half is verified; and a brake is not taken for a slow source, to which ever less would be posted."""
 BY: dict[str, dict[str, Any]] = {
     "auto": {**ONE_BY_ONE, "transport": "auto"},
-    "tcp": {**SMALL, "transport": "tcp"},
+    "tcp": {**SMALL, "segment_bytes": 1 << 20, "transport": "tcp"},  # it reports each segment, and each is braked
     "nixl": {**SMALL, "window": 1, "transport": "nixl"},
 }
 KILLED, STOPPED = signal.SIGKILL, signal.SIGSTOP
