@@ -1,6 +1,6 @@
 """What depends on the version of Megatron: where parameters lie in global tensors, what a model is made of.
 
-Written for megatron-core 0.16. Megatron is imported inside functions only.
+Tested with megatron-core 0.16; 0.19 was seen to describe its models alike. Imports of Megatron are inside functions.
 """
 
 from __future__ import annotations
