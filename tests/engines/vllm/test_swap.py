@@ -11,6 +11,7 @@ from tensorhub_core.layout.segments import segment_table
 
 from .engines import answers, following, fresh, shard_of
 from .models import Checkpoints, training
+from .trainers import sharded_training
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -36,6 +37,25 @@ def test_first_fill_peer_fill_and_swap_equal_a_fresh_engine(kind: str, checkpoin
                 assert which.get_weight_version() == "2"
             times = [swapped.status.last_swap for swapped in (engine, second)]
             assert [time is not None and time.stage_s is not None for time in times] == [False, True]
+
+
+def test_engines_behind_a_trainer_of_another_layout(checkpoints: Checkpoints, hub: Server) -> None:
+    """The first one takes what it needs from every rank of the trainer, the second one copies what the first holds."""
+    kind = "dense-untied"
+    one, two, bare = checkpoints(kind, 1), checkpoints(kind, 2), checkpoints.bare(kind)
+    expected = [fresh(one), fresh(two)]
+    with (
+        sharded_training(hub.address, one, "megatron") as publish,
+        following(bare, hub.address) as (llm, engine),
+        following(bare, hub.address) as (other, second),
+    ):
+        assert [answers(each) for each in (llm, other)] == expected[:1] * 2
+        publish(two, 2)
+        for swapped, source in ((engine, "trainer"), (second, engine.status.replica)):
+            assert swapped.swap().version == 2
+            assert swapped.status.shards[0].source == source
+        assert [answers(each) for each in (llm, other)] == expected[1:] * 2
+        assert engine.status.shards[0].digest == second.status.shards[0].digest
 
 
 def test_the_digest_is_of_the_bytes_in_memory(checkpoints: Checkpoints, hub: Server) -> None:

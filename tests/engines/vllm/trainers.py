@@ -5,13 +5,18 @@ Written from what these trainers do, not from the product's own adapters: names,
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
+from tensorhub_core import connect
 from tensorhub_core.layout.types import Box
 
 Tensors = dict[str, torch.Tensor]
@@ -119,6 +124,33 @@ def _alone(shard: Shard, rank: int, name: str, whole: torch.Tensor) -> None:
         shard.put(name, (half, *whole.shape[1:]), [(name, whole, rank * half, half)])
     else:
         shard.tensors[name] = whole.clone()  # norms, routers and the like are on every rank
+
+
+@contextmanager
+def sharded_training(address: str, checkpoint: Path, kind: str) -> Iterator[Callable[[Path, int], None]]:
+    """Run the ranks of a trainer that holds version 1; yields how it publishes another checkpoint, in place."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    shards = TRAINERS[kind](load_file(checkpoint / "model.safetensors"), config)
+    workers = []
+    with ExitStack() as stack:
+        for number, shard in enumerate(shards):
+            worker = connect(address, model="policy", replica="trainer", shard=number, num_shards=len(shards))
+            workers.append(stack.enter_context(worker))
+            worker.register(shard.tensors, shard.boxes)
+        for worker in workers:
+            worker.publish(1)
+
+        def publish(next_checkpoint: Path, version: int) -> None:
+            for worker in workers:
+                worker.unpublish(30.0)
+            held = TRAINERS[kind](load_file(next_checkpoint / "model.safetensors"), config)
+            for mine, new in zip(shards, held, strict=True):
+                for name, tensor in new.tensors.items():
+                    mine.tensors[name].copy_(tensor)
+            for worker in workers:
+                worker.publish(version)
+
+        yield publish
 
 
 TRAINERS: dict[str, Callable[[Tensors, dict[str, Any]], list[Shard]]] = {
