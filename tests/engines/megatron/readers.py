@@ -58,6 +58,22 @@ class Engine:
         assert len(taken) == 1
         return int(taken.pop())
 
+    def follow(self, last: int) -> dict[int, list[list[Array]]]:
+        """Take whatever is newest until version `last`; return copies of the memory, by shard, at each version."""
+        found: dict[int, list[list[Array]]] = {}
+        version = -1
+        while version < last:
+            self.workers[0].wait(newer_than=version if version >= 0 else None, timeout_s=TIMEOUT_S)
+            version = self.update()
+            found[version] = [[_bytes(tensor).numpy().copy() for tensor in tensors.values()] for tensors in self.memory]
+        return found
+
+    def put(self, memory: list[list[Array]]) -> None:
+        """Put such a copy into the memory again."""
+        for tensors, copies in zip(self.memory, memory, strict=True):
+            for tensor, copy in zip(tensors.values(), copies, strict=True):
+                _bytes(tensor).copy_(torch.from_numpy(copy))
+
     def require(self, truth: dict[str, Array]) -> None:
         """Fail unless the memory holds what gathering and slicing gives."""
         wholes = {name: array.view(np.uint8).reshape(*array.shape, -1) for name, array in truth.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,25 @@ def test_an_engine_has_the_model_of_each_step(name: str, tp: int, ranks: Callabl
     engine.require(hugging_face(alone, recipe))
     with connect(address, model="m", replica="watcher") as watcher:
         assert not any(info.whole for info in watcher.versions())
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["pp2-tied", "dp2-optimizer-overlap"])
+def test_an_engine_that_reads_while_ranks_train_never_has_a_mix(
+    name: str, ranks: Callable[[int], Ranks], address: str
+) -> None:
+    recipe, job, steps = RECIPES[name], ranks(2), 12
+    job.run(trainers.begin, recipe, address, {"hf_config": recipe.hf_config(), "settings": SETTINGS})
+    with Engine(address, layouts_of(recipe, 2)) as engine, ThreadPoolExecutor(1) as pool:
+        following = pool.submit(engine.follow, steps)
+        trained = job.run(trainers.train_on, steps)
+        taken = following.result(60)
+        assert all(worker.counters.rereads == 0 for worker in engine.workers)
+        for version in taken.keys() & trained[0].keys():
+            engine.put(taken[version])
+            engine.require(hugging_face([each[version] for each in trained], recipe))
+        assert steps in taken
+    job.run(trainers.end)
 
 
 @pytest.mark.timeout(120)

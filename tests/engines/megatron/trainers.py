@@ -60,6 +60,16 @@ def train(rank: int, steps: int = 1) -> tuple[list[Share], int, list[Any]]:
     return shares_of(job.built), job.publisher.version, results
 
 
+def train_on(rank: int, steps: int) -> dict[int, list[Share]]:
+    """Train without a pause; return what the weights were at each version."""
+    job = _JOBS[0]
+    found = {}
+    for _ in range(steps):
+        _one_step(job)
+        found[job.publisher.version] = shares_of(job.built)
+    return found
+
+
 def train_alone(rank: int, recipe: Recipe, steps: int) -> list[Share]:
     """Do the same training without publishing; return the weights."""
     job = Job(build(recipe))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tensorhub_core.errors import ConfigError, DeadlineExceeded, RegistrationError, StateError
-from tensorhub_megatron import Publisher, parameters_of
+from tensorhub_megatron import Publisher, attach_optimizer, parameters_of
 from tensorhub_megatron.publication import Publication, Registration
 
 
@@ -271,6 +271,39 @@ def test_weights_can_be_taken_back_between_steps_and_given_again(
     assert not worker.seen[5]["0.weight"].any()
     # What is registered anew may be other memory at the same addresses.
     assert worker.registrations == 3
+
+
+class LayerWiseDummyOptimizer(torch.optim.SGD):
+    """Named as the one of transformers, whose weights change in hooks of the backward pass."""
+
+
+def test_an_optimizer_that_steps_in_the_backward_pass_is_refused(model: torch.nn.Module) -> None:
+    optimizer = LayerWiseDummyOptimizer(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="LayerWiseDummyOptimizer weights change during the backward pass"):
+        attach_optimizer(model, optimizer)
+
+
+def test_what_accelerate_wraps_is_followed_where_it_steps(model: torch.nn.Module, worker: RecordingWorker) -> None:
+    class AcceleratedOptimizer:
+        """Calls the inner optimizer only when gradients are whole, and exchanges its `step`, as accelerate's does."""
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer, self.is_last = optimizer, False
+            inner = optimizer.step
+            optimizer.step = lambda *args: inner(*args)
+
+        def step(self) -> None:
+            if self.is_last:
+                self.optimizer.step()
+
+    optimizer = AcceleratedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    publisher = follow(worker, optimizer)
+    for micro in range(4):
+        optimizer.is_last = micro % 2 == 1
+        backward(model)
+        optimizer.step()
+    assert publisher.version == 2
+    assert worker.events == ["publish 0", "unpublish", "publish 1", "unpublish", "publish 2"]
 
 
 def test_tied_parameters_have_all_their_names_and_share_memory() -> None:

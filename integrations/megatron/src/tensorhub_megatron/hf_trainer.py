@@ -11,6 +11,7 @@ from tensorhub_core.errors import ConfigError
 from tensorhub_megatron.attaching import open_publication
 from tensorhub_megatron.fsdp import ShardedWeights
 from tensorhub_megatron.publication import Publication
+from tensorhub_megatron.publisher import stepping
 
 if TYPE_CHECKING:
     from tensorhub_core.settings import Settings
@@ -26,7 +27,8 @@ class TensorHubTrainerCallback(TrainerCallback):
     hub when training ends; after an exception call `close()`.
 
     Models that every rank has whole work, and FSDP2 (`fsdp_version: 2` of accelerate); what `attach_fsdp()` refuses is
-    refused here, and so is `load_best_model_at_end`, which overwrites published weights. `cast="bf16"` publishes a copy
+    refused here, and so are DeepSpeed and optimizers that change weights during the backward pass, and
+    `load_best_model_at_end`, which overwrites published weights. `cast="bf16"` publishes a copy
     in the type of the engines. On several ranks all are shards of one replica, as with `attach_fsdp()`.
     """
 
@@ -66,8 +68,11 @@ class TensorHubTrainerCallback(TrainerCallback):
         """Seconds that the last step waited for readers."""
         return 0.0 if self._publication is None else self._publication.last_wait_s
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, model: Any = None, optimizer: Any = None, **_: Any
+    ) -> None:
         """Connect and publish. Raises what `attach_fsdp()` raises."""
+        stepping(optimizer)
         if getattr(args, "load_best_model_at_end", False):
             raise ConfigError(
                 "load_best_model_at_end overwrites the weights while they are published: switch it off, and load the "

@@ -14,13 +14,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tensorhub_core import connect
-from tensorhub_core.errors import RegistrationError, StateError
+from tensorhub_core.errors import ConfigError, RegistrationError, StateError
 from tensorhub_megatron.publication import Publication, Registration
 
 if TYPE_CHECKING:
     import torch
 
 _MARK = "_tensorhub_publisher"
+_STEP_IN_BACKWARD = ("Lomo", "AdaLomo", "LayerWiseDummyOptimizer", "DeepSpeedOptimizerWrapper")
+"""Of lomo_optim; of transformers, for GaLore and its kin layer by layer; of accelerate, for DeepSpeed."""
 
 
 class Publisher:
@@ -94,10 +96,15 @@ class Publisher:
 def stepping(optimizer: Any) -> Any:
     """Return the optimizer whose `step` changes weights: what accelerate wraps, else the one given.
 
-    Raises StateError if it is attached already.
+    Raises StateError if it is attached already, ConfigError if weights change outside of its `step`.
     """
     while type(optimizer).__name__ == "AcceleratedOptimizer":
         optimizer = optimizer.optimizer
+    if type(optimizer).__name__ in _STEP_IN_BACKWARD:
+        raise ConfigError(
+            f"with {type(optimizer).__name__} weights change during the backward pass, when they are published: use an "
+            "optimizer that changes them in step() alone, or publish by hand with tensorhub_core.connect()"
+        )
     if getattr(optimizer, _MARK, None) is not None:
         raise StateError("this optimizer is attached already: close() the first publisher, or keep using it")
     return optimizer
