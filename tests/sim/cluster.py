@@ -14,6 +14,7 @@ from tensorhub_core.client.flow import FlowSettings
 from tensorhub_core.client.worker import Worker
 from tensorhub_core.config import ClientConfig, ServerConfig
 from tensorhub_core.errors import TensorHubError
+from tensorhub_core.layout.cuts import ExactPolicy
 from tensorhub_core.settings import Settings
 from tensorhub_core.state.machine import MachineConfig
 from tests.sim import content
@@ -31,6 +32,7 @@ CLIENT = ClientConfig(
     close_timeout_s=5.0,
     segment_bytes=128,
     window=3,
+    min_run_bytes=8,
     stall_s=1.5,
     transport="memory",
 )
@@ -133,6 +135,7 @@ class Cluster:
         flow = partial(FlowSettings, chunk_bytes=200, most_chunk_bytes=800, min_bytes_per_s=16)
         return {
             (client + "session", "Link"): self._link,
+            (client + "exactness", "ExactPolicy"): partial(ExactPolicy, min_segment_bytes=1),
             (client + "connect", "_transport_maker"): lambda transport, config: self._transport,
             (client + "connect", "secrets"): SimpleNamespace(token_hex=self._token),
             (client + "executor", "FlowSettings"): flow,

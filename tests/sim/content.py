@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from tensorhub_core.layout.types import Box
 
 ROWS, COLUMNS, LENGTH, COMMON = 8, 48, 160, 70
+BY_COLUMNS = 3
+"""A replica of so many shards has its matrix cut by columns, all others by rows."""
 Bytes = NDArray[np.uint8]
 
 
@@ -28,11 +30,9 @@ def logical(stream: str, number: int) -> dict[str, Bytes]:
 def shard_of(stream: str, number: int, shard: int, num_shards: int) -> dict[str, Bytes]:
     """Return what one shard holds of a version."""
     whole = logical(stream, number)
-    rows, length = ROWS // num_shards, LENGTH // num_shards
     return {
-        "matrix": whole["matrix"][shard * rows : (shard + 1) * rows],
-        "vector": whole["vector"][shard * length : (shard + 1) * length],
-        "common": whole["common"],
+        name: whole[name][tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape, strict=True))]
+        for name, (box,) in boxes(shard, num_shards).items()
     }
 
 
@@ -43,12 +43,22 @@ def empty(shard: int, num_shards: int) -> dict[str, Bytes]:
 
 def boxes(shard: int, num_shards: int) -> dict[str, list[Box]]:
     """Return where a shard's tensors lie in the logical ones."""
-    rows, length = ROWS // num_shards, LENGTH // num_shards
+    (top, rows), (left, columns) = (0, ROWS), (0, COLUMNS)
+    if num_shards == BY_COLUMNS:
+        left, columns = _part(COLUMNS, shard, num_shards)
+    else:
+        top, rows = _part(ROWS, shard, num_shards)
+    begin, length = _part(LENGTH, shard, num_shards)
     return {
-        "matrix": [Box("matrix", (shard * rows, 0), (rows, COLUMNS), (0, 0))],
-        "vector": [Box("vector", (shard * length,), (length,), (0,))],
+        "matrix": [Box("matrix", (top, left), (rows, columns), (0, 0))],
+        "vector": [Box("vector", (begin,), (length,), (0,))],
         "common": [Box("common", (0,), (COMMON,), (0,))],
     }
+
+
+def _part(size: int, shard: int, num_shards: int) -> tuple[int, int]:
+    begin, end = shard * size // num_shards, (shard + 1) * size // num_shards
+    return begin, end - begin
 
 
 def holds(memory: dict[str, Bytes], stream: str, number: int, shard: int, num_shards: int) -> bool:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from tests.sim.content import BY_COLUMNS
+
+COLUMNS_SHARE = 0.3
+"""Of the worlds: so many have a reader that is cut by columns and takes parts of segments."""
 BEGIN_S = 1000.0
 CALM_S = 30.0
 """Seconds after the begin at which nothing goes wrong any more."""
@@ -37,7 +41,7 @@ class Scenario:
 
     seed: int
     readers: tuple[int, ...] = (2, 2)
-    """Shards of each reader replica; another number than the trainer's two means another layout."""
+    """Shards of each reader replica; not two, as the trainer has, means another layout, three one by columns."""
     faults: tuple[Fault, ...] = ()
     one_sided: bool = True
     retain: int = 0
@@ -64,6 +68,8 @@ def draw(seed: int) -> Scenario:
     chance = random.Random(f"{seed}/scenario")
     readers = tuple(2 if chance.random() < 0.8 else 1 for _ in range(chance.choice((1, 2, 2, 3))))
     faults = [draw_fault(chance) for _ in range(chance.randint(0, 9))]
+    if random.Random(f"{seed}/columns").random() < COLUMNS_SHARE:
+        readers = (*readers[:-1], BY_COLUMNS)
     return Scenario(
         seed,
         readers,

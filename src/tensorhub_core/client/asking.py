@@ -50,18 +50,21 @@ class Asker:
         self,
         plan: ReadPlan,
         accesses: Sequence[SourceAccess],
-        sources: Sequence[Source],
+        sources: Mapping[str, Source],
         verified: NDArray[np.bool_] | None,
         handle: ReadHandle,
     ) -> None:
-        """Tell a read job that has just begun what is known already, and ask for the rest from the next `turn` on."""
+        """Tell a read job that has just begun what is known already, and ask for the rest from the next `turn` on.
+
+        `sources` by the leases of the accesses.
+        """
         if plan.raw or not len(plan.cuts):
             return
         cuts = [plan.cuts_of(number) for number in range(len(accesses))]
         missing: list[list[CutBatch]] = []
         with self._lock:
             self._leases, self._cuts = [access.lease for access in accesses], cuts
-            self._manifests = [source.layout + source.sums for source in sources]
+            self._manifests = [_manifest_of(sources.get(lease)) for lease in self._leases]
             for number, mine in enumerate(cuts):
                 reads = np.flatnonzero((plan.source == number) & (plan.cut >= 0))
                 missing.append([])
@@ -144,6 +147,10 @@ class Asker:
         if lease:
             self._refused(lease, kind, detail)
         self._ask()
+
+
+def _manifest_of(source: Source | None) -> bytes:
+    return b"" if source is None else source.layout + source.sums
 
 
 def _meaning(reply: Reply, count: int) -> tuple[str, str, NDArray[np.uint64] | None]:

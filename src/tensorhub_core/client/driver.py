@@ -65,7 +65,7 @@ from tensorhub_core.layout.segments import SegmentTable
 from tensorhub_core.layout.types import Layout
 from tensorhub_core.observe.counters import WorkerCounters
 from tensorhub_core.observe.log import get_logger
-from tensorhub_core.state.messages import Announce, Done, PutBlob, Reply, Request, Welcome
+from tensorhub_core.state.messages import Announce, Done, PutBlob, Reply, Request, Source, Welcome
 
 ProgressCallback = Callable[[int, int, str], None]
 """Called with (done_bytes, total_bytes, source_replica)."""
@@ -270,11 +270,10 @@ class RoundDriver:
         prefixes = {lease: prefix for lease, prefix in state.prefixes.items() if lease not in state.whole}
         try:
             accesses = self._parts.book.access(state.sources, prefixes, self._deadline)
-            layouts, sums = [access.layout for access in accesses], [access.sums for access in accesses]
-            own = self._parts.memory.layout
+            layouts, own = [access.layout for access in accesses], self._parts.memory.layout
             if self._parts.check is not None and any(layout != own for layout in layouts):
                 self._parts.check(layouts)
-            plan = self._plan_of(own, layouts, sums, self._parts.memory.table)
+            plan = self._plan_of(own, self._parts.memory.table, accesses)
         except SourceFault as fault:
             get_logger("client").warning("cannot read from %s: %s", self._replica_of(fault.lease), fault.error)
             return self.post(PlanFailed(fault.error, fault.lease))
@@ -292,13 +291,17 @@ class RoundDriver:
         self._progress.replicas = {access.lease: access.replica for access in accesses}
         self.post(Planned())
 
-    def _plan_of(
-        self, own: Layout, layouts: list[Layout], sums: list[NDArray[np.uint64]], table: SegmentTable
-    ) -> ReadPlan:
+    def _plan_of(self, own: Layout, table: SegmentTable, accesses: Sequence[SourceAccess]) -> ReadPlan:
         """Plan to read no more than is needed, but from sources that do not vouch for less than whole segments."""
-        policy, inexact = self._parts.exactness.policy, self._state.inexact
-        exact = [None if content(source) in inexact else policy for source in self._state.sources]
+        policy, state, today = self._parts.exactness.policy, self._state, self._sources_today()
+        whole = {lease for lease, source in today.items() if content(source) in state.inexact}
+        exact = [None if access.lease in whole else policy for access in accesses]
+        layouts, sums = [access.layout for access in accesses], [access.sums for access in accesses]
         return plan_read(own, layouts, sums, table, exact)
+
+    def _sources_today(self) -> dict[str, Source]:
+        """Return the leased sources by the leases under which the running read knows them."""
+        return {lease_of(self._state, source.lease): source for source in self._state.sources}
 
     def _unvouched(self, lease: str, kind: str, detail: str) -> None:
         name = self._progress.replicas.get(lease, "a source")
@@ -307,9 +310,9 @@ class RoundDriver:
 
     def _ask_sums(self) -> None:
         """Ask for checksums of cuts, as far as it is time to."""
-        state = self._state
-        if state.phase is Phase.READING:
-            self._asker.turn({lease_of(state, source.lease): source.lease for source in state.sources}, self.life)
+        if self._state.phase is Phase.READING:
+            leases = {lease: source.lease for lease, source in self._sources_today().items()}
+            self._asker.turn(leases, self.life)
 
     def _replica_of(self, lease: str) -> str:
         return next((source.replica for source in self._state.sources if source.lease == lease), "a source")
@@ -328,7 +331,7 @@ class RoundDriver:
         destination = Destination(memory.layout, memory.table, memory.addresses, memory.devices, memory.buffers)
         self._handle = self._parts.executor.start(plan, self._accesses, destination, self._verified, self._progress)
         if self._parts.exactness.ask:
-            self._asker.begin(plan, self._accesses, self._state.sources, self._verified, self._handle)
+            self._asker.begin(plan, self._accesses, self._sources_today(), self._verified, self._handle)
             self._ask_sums()
 
     def _readable(self, access: SourceAccess) -> SourceAccess:

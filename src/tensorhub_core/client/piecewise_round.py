@@ -18,9 +18,9 @@ from tensorhub_core.client.connect import open_worker
 from tensorhub_core.client.driver import CheckCallback, ProgressCallback, ReadProgress, RoundDriver, RoundParts
 from tensorhub_core.client.identity import Identity
 from tensorhub_core.client.machine import MAX_DISCARDS
-from tensorhub_core.client.moves import LEAVE_GRACE_S, STOP_GRACE_S
+from tensorhub_core.client.moves import LEAVE_GRACE_S, STOP_GRACE_S, lease_of
 from tensorhub_core.client.piecewise import Passage, StartOver
-from tensorhub_core.client.reading import ReadEnd, ReadHandle, ReadOutcome
+from tensorhub_core.client.reading import ReadEnd, ReadHandle, ReadOutcome, SourceAccess
 from tensorhub_core.client.rounds import Broken, RoundState
 from tensorhub_core.client.tensors import RawTensor
 from tensorhub_core.client.versions import Version, wanted
@@ -150,8 +150,14 @@ class PiecewiseDriver(RoundDriver):
         return None
 
     def _plan_next(self) -> None:
-        layouts, sums = [each.layout for each in self._accesses], [each.sums for each in self._accesses]
-        self._plan, self._verified = self._plan_of(self._passage.layout, layouts, sums, self._passage.table), None
+        self._plan, self._verified = self._plan_of(self._passage.layout, self._passage.table, self._accesses), None
+
+    def _readable(self, access: SourceAccess) -> SourceAccess:
+        """Return the access with as much to read as is known by now; its lease may be known by another name today."""
+        state = self._state
+        today = next((s.lease for s in state.sources if lease_of(state, s.lease) == access.lease), access.lease)
+        readable = super()._readable(dataclasses.replace(access, lease=today))
+        return dataclasses.replace(readable, lease=access.lease)
 
     def _note(self, outcome: ReadOutcome) -> ReadOutcome:
         self._corrupt.update(outcome.corrupt)

@@ -67,10 +67,18 @@ def sum_cuts(
             begin, end = np.searchsorted(sorted_[number], (segments[0], segments[-1] + 1))
             mine = orders[number][begin:end]
             found[number][mine] = _sums_of_cuts(stock.memory, cuts.take(mine), devices)
-        wrong = np.flatnonzero(_sums_of_segments(stock.memory, segments, devices) != manifest[segments])
+        wrong = _wrong_of(stock.memory, segments, manifest, devices)
         if len(wrong):
-            raise CorruptTransfer(_changed(stock.memory, int(segments[wrong[0]]), len(wrong)))
+            raise CorruptTransfer(_changed(stock.memory, int(wrong[0]), len(wrong)))
     return found
+
+
+def _wrong_of(
+    memory: HeldMemory, segments: NDArray[np.int64], manifest: NDArray[np.uint64], devices: DeviceMemory
+) -> NDArray[np.int64]:
+    """Return those of some segments that are not what they were when they were published."""
+    differs: NDArray[np.bool_] = _sums_of_segments(memory, segments, devices) != manifest[segments]
+    return np.asarray(segments[differs], np.int64)
 
 
 def _batches(segments: NDArray[np.int64], table: SegmentTable) -> list[NDArray[np.int64]]:

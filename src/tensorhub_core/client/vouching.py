@@ -32,7 +32,7 @@ _WAITING_BYTES = 32 << 20
 _ANSWERS_BYTES = 16 << 20
 _LATELY_BYTES = 16 << 20
 _MOST_TOGETHER = 16
-"""Questions about the same segments that are answered together, so that those are compared once."""
+"""Sets of cuts of the same segments that are summed together, so that those are compared once."""
 _UNASKED_VERSIONS = 2
 """Cuts that nobody asked for in so many versions are computed in advance no more."""
 _JOIN_S = 10.0
@@ -175,7 +175,6 @@ class Voucher:
                 self._ahead.appendleft(question)
 
     def _remember(self, question: _Question, layout: bytes, answer: bytes) -> None:
-        self.computed += 1
         self._answers_bytes += len(answer) - len(self._answers.pop(question.key, b""))
         self._answers[question.key] = answer
         while self._answers_bytes > _ANSWERS_BYTES and len(self._answers) > 1:
@@ -233,7 +232,7 @@ class Voucher:
                     done()
 
     def _answer(self, questions: list[_Question]) -> None:
-        """Answer some questions about one version: the first, and with it those about the same segments."""
+        """Answer of some questions about one version the first, and with it those about the same segments."""
         stock = self._find(questions[0].placement)
         if stock is None or stock.sums.digest != questions[0].sums:
             # It may have just been told of its commit and not noted it yet; or the reader will hear that it is gone.
@@ -241,13 +240,15 @@ class Voucher:
         ready = [question for question in questions if self._prepare(question, stock)]
         if not ready:
             return
-        segments = _range(ready[0])
-        together = [question for question in ready if _range(question) == segments][:_MOST_TOGETHER]
-        later = [question for question in ready if question not in together]
+        segments, kinds = _range(ready[0]), {}
+        for question in ready:
+            if _range(question) == segments and (question.key in kinds or len(kinds) < _MOST_TOGETHER):
+                kinds.setdefault(question.key, _cuts(question))
+        together = [question for question in ready if question.key in kinds]
         with self._changed:
-            self._put_back(later)
+            self._put_back([question for question in ready if question.key not in kinds])
         try:
-            found = sum_cuts(stock, [_cuts(question) for question in together], self._stops, self._devices)
+            found = sum_cuts(stock, list(kinds.values()), self._stops, self._devices)
         except CorruptTransfer as error:
             if self._find(questions[0].placement) != stock:
                 return self._refuse_all(together, "wait", "it does not hold the version any more")
@@ -259,11 +260,13 @@ class Voucher:
             return self._refuse_all(together, "unable", f"{type(error).__name__}: {error}")
         if found is None:
             return self._refuse_all(together, "wait", "the version is being withdrawn")
-        for question, sums in zip(together, found, strict=True):
-            answer = pack_sums(sums)
-            with self._changed:
-                self._remember(question, stock.layout, answer)
-            self._give(question, answer)
+        answers = dict(zip(kinds, map(pack_sums, found), strict=True))
+        with self._changed:
+            self.computed += len(answers)
+            for question in together:
+                self._remember(question, stock.layout, answers[question.key])
+        for question in together:
+            self._give(question, answers[question.key])
 
     def _prepare(self, question: _Question, stock: Stock) -> bool:
         """Decode a question's cuts; answers it if it is known by now or makes no sense, and then returns False."""

@@ -166,6 +166,27 @@ def test_a_changed_byte_at_one_trainer_is_made_good_by_another(here: Hub, other:
         assert shard.holds()
 
 
+def is_safe(here: Hub, replica: str) -> bool:
+    """Read after a byte was changed; tell whether the reader got the version, or nothing."""
+    shard = Shard(here, 0, replica)
+    try:
+        shard.worker.replicate(publish=False)
+    except CorruptTransfer:
+        return True
+    return shard.holds()
+
+
+def test_a_source_that_vouches_for_what_it_did_not_compare_is_noticed(
+    here: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mutant of law L12: sums of cuts are taken unverified."""
+    _, tensors = publish_here(here)
+    tensors["layers.0.weight"].view(torch.uint8)[5, 5] ^= 1
+    assert is_safe(here, "reader")
+    monkeypatch.setattr(stocks, "_wrong_of", lambda memory, segments, manifest, devices: segments[:0])
+    assert not is_safe(here, "misled")
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_another_trainer_takes_over_and_nothing_is_read_twice(here: Hub, how: signal.Signals) -> None:
     with Actor() as one, Actor() as two:

@@ -61,10 +61,10 @@ class World:
         self.handle = handle or self.handle
         self.sent.clear()
         accesses = [access(number, each) for number, each in enumerate(self.sources)]
-        sources = [
-            Source(f"l{k}", "w", "r", k, SHARDS, b"layout %d" % k, b"place", manifest + b" %d" % k)
+        sources = {
+            f"l{k}": Source(f"l{k}", "w", "r", k, SHARDS, b"layout %d" % k, b"place", manifest + b" %d" % k)
             for k in range(SHARDS)
-        ]
+        }
         self.asker.begin(self.plan, accesses, sources, verified, self.handle)  # type: ignore[arg-type]
         self.turn()
 

@@ -191,9 +191,16 @@ def test_another_version_or_place_is_put_off(holder: Holder) -> None:
     assert [answer.refusal for answer in holder.answers(2)] == ["wait", "wait"]
 
 
-def test_eight_readers_of_one_layout_cost_one_computation(holder: Holder) -> None:
-    for number in range(8):
-        holder.ask(columns(0, 512), str(number))
+@pytest.mark.parametrize("together", [False, True])
+def test_eight_readers_of_one_layout_cost_one_computation(
+    holder: Holder, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        if together:
+            patch.setattr(Voucher, "_wake", lambda self: None)
+        for number in range(8):
+            holder.ask(columns(0, 512), str(number))
+    holder.voucher._wake()
     answers = holder.answers(8)
     assert sorted(answer.ticket for answer in answers) == [str(number) for number in range(8)]
     assert len({answer.sums for answer in answers}) == 1
