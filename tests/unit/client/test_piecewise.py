@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tensorhub_core import Worker, connect, serve
+from tensorhub_core import Worker, connect
 from tensorhub_core.client.piecewise import Passage
-from tensorhub_core.client.piecewise_round import PassingVersion, PieceReader, connect_piecewise
+from tensorhub_core.client.piecewise_round import PassingVersion
 from tensorhub_core.client.portions import arena_bytes, cut_portions
 from tensorhub_core.client.tensors import RawTensor
 from tensorhub_core.errors import (
@@ -26,109 +25,18 @@ from tensorhub_core.errors import (
     VersionUnavailable,
 )
 from tensorhub_core.layout.canonical import build_layout
-from tensorhub_core.layout.types import Box, TensorSpec
-from tensorhub_core.transport.memory import MemoryNetwork, MemoryTransport
+from tensorhub_core.layout.types import TensorSpec
+from tensorhub_core.transport.memory import MemoryTransport
 from tests.unit.client.hubs import in_background
+from tests.unit.client.piecewise_world import LIMIT, QUICK, Arrays, Here, Loader, described, passed, weights, world
 
 pytestmark = pytest.mark.timeout(60)
-Arrays = dict[str, np.ndarray[Any, Any]]
-QUICK = {"segment_bytes": 4096, "close_timeout_s": 1.0, "handover_s": 0.1}
-LIMIT = 40_000
-"""Two portions of 20,000 bytes at a time: the tensors below make several, and one is larger than all of it."""
-
-
-def weights(seed: int) -> Arrays:
-    rng = np.random.default_rng(seed)
-    made: Arrays = {f"layer.{n}.weight": rng.random((60, 50), np.float32) for n in range(8)}
-    made |= {"big": rng.random((110, 125), np.float32), "bias": rng.random(7), "none": np.zeros((0, 4), np.float32)}
-    return {**made, "scale": np.array(rng.random(), np.float32)}
-
-
-def described(tensors: Arrays) -> list[tuple[str, str, tuple[int, ...]]]:
-    return [(name, str(tensor.dtype), tensor.shape) for name, tensor in tensors.items()]
-
-
-@dataclass
-class Here:
-    address: str
-    stack: contextlib.ExitStack
-    network: MemoryNetwork = field(default_factory=MemoryNetwork)
-
-    def trainer(self, tensors: Arrays, version: int = 1, replica: str = "trainer", **more: Any) -> Worker:
-        boxes = more.pop("boxes", None)
-        transport = MemoryTransport(self.network)
-        worker = connect(self.address, model="policy", replica=replica, transport=transport, settings=QUICK, **more)
-        self.stack.enter_context(worker)
-        worker.register(tensors, boxes)
-        worker.publish(version)
-        return worker
-
-    def halves(self, tensors: Arrays, version: int = 1, replica: str = "halves") -> list[Worker]:
-        """Publish each tensor cut in two along its first axis; what cannot be cut belongs to the first shard."""
-        made = []
-        for shard in range(2):
-            mine, boxes = {}, {}
-            for name, tensor in tensors.items():
-                if not tensor.size or not tensor.shape:
-                    if not shard:
-                        mine[name] = tensor
-                    continue
-                cut = len(tensor) // 2
-                begin, end = (0, cut) if not shard else (cut, len(tensor))
-                mine[name] = tensor[begin:end]
-                origin = (0,) * (tensor.ndim - 1)
-                boxes[name] = [Box(name, (begin, *origin), mine[name].shape, (0, *origin))]
-            made.append(self.trainer(mine, version, replica, boxes=boxes, shard=shard, num_shards=2))
-        return made
-
-    def fused(self, tensors: Arrays, version: int = 1) -> Worker:
-        """Publish all layers as one tensor, so that a segment has parts of several of them."""
-        layers = [name for name in tensors if name.startswith("layer")]
-        rest = {name: tensor for name, tensor in tensors.items() if name not in layers}
-        boxes = [Box(name, (0, 0), (60, 50), (60 * n, 0)) for n, name in enumerate(layers)]
-        stacked = np.concatenate([tensors[name] for name in layers])
-        return self.trainer({**rest, "fused": stacked}, version, "fused", boxes={"fused": boxes})
-
-    def reader(self, shard: int = 0, num_shards: int = 1, **settings: Any) -> PieceReader:
-        worker = connect_piecewise(
-            self.address,
-            model="policy",
-            replica="engine/staging",
-            shard=shard,
-            num_shards=num_shards,
-            transport=MemoryTransport(self.network),
-            settings={**QUICK, "staging_bytes": LIMIT, **settings},
-        )
-        return self.stack.enter_context(worker)
 
 
 @pytest.fixture
 def here() -> Iterator[Here]:
-    with serve(lease_s=1.0, heartbeat_s=0.1, settings={"retain": 0}) as server, contextlib.ExitStack() as stack:
-        yield Here(server.address, stack)
-
-
-class Loader:
-    """Copies what comes; `before(name)` is called before each tensor is taken."""
-
-    def __init__(self, before: Callable[[str], None] = lambda name: None) -> None:
-        self.before, self.got, self.calls = before, Arrays(), 0
-
-    def __call__(self, tensors: Iterable[RawTensor]) -> None:
-        self.calls += 1
-        self.got = {}
-        for tensor in tensors:
-            self.before(tensor.name)
-            self.got[tensor.name] = tensor.buffer.copy()
-
-    def has(self, tensors: Arrays) -> bool:
-        return {name: data.tobytes() for name, data in self.got.items()} == {n: t.tobytes() for n, t in tensors.items()}
-
-
-def passed(reader: PieceReader, tensors: Arrays, loader: Loader, version: int | str = "latest") -> tuple[int, bytes]:
-    with reader.passing(described(tensors), version, 20.0) as passing:
-        assert passing.begins()
-        return passing.use(loader)
+    with world() as made:
+        yield made
 
 
 def test_portions_are_whole_tensors_that_fit_or_stand_alone() -> None:
@@ -160,7 +68,7 @@ def test_all_tensors_pass_with_the_digest_that_a_plain_reader_has(here: Here, so
     assert seen[-1] == (total, total, source)
     assert [figures[0] for figures in seen] == sorted(figures[0] for figures in seen)
     assert reader.versions()[0].replicas == (source,), "offered to nobody"
-    with connect(here.address, model="policy", transport=MemoryTransport(here.network), settings=QUICK) as other:
+    with connect(here.server.address, model="policy", transport=MemoryTransport(here.network), settings=QUICK) as other:
         other.register({name: np.zeros_like(tensor) for name, tensor in tensors.items()})
         other.replicate()
         assert other.digest == digest
