@@ -89,3 +89,12 @@ def draw_harsh(seed: int) -> Scenario:
     faults = [draw_fault(chance, kinds) for _ in range(14)]
     ordered = tuple(sorted(faults, key=lambda fault: fault.at_s))
     return Scenario(seed, (2, 2), ordered, one_sided=False, retain=seed % 2, hub_kill_at_rest=seed % 3 == 0)
+
+
+def draw_columns(seed: int) -> Scenario:
+    """Return a world whose readers take parts of segments, while bytes go wrong and their sources come and go."""
+    chance = random.Random(f"{seed}/parts")
+    kinds = ("flip", "flip", "flip", "lie", "stall", "kill", "pause", "cut", "hub_kill")
+    faults = [draw_fault(chance, kinds) for _ in range(10)]
+    ordered = tuple(sorted(faults, key=lambda fault: fault.at_s))
+    return Scenario(seed, (BY_COLUMNS,), ordered, one_sided=False, retain=seed % 2)

@@ -8,11 +8,12 @@ from collections import Counter
 import pytest
 
 from tests.sim.run import simulate
-from tests.sim.scenario import KINDS, draw, draw_harsh
+from tests.sim.scenario import KINDS, draw, draw_columns, draw_harsh
 
 BLOCK = 30
 WORLDS = 300
 HARSH = 25
+COLUMNS = 20
 
 
 @pytest.mark.slow
@@ -39,6 +40,15 @@ def test_every_promise_holds_in_harsh_worlds() -> None:
         result = simulate(draw_harsh(seed))
         if result.error is not None:
             raise AssertionError(f"harsh world {seed}: {result.scenario}") from result.error
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_every_promise_holds_where_parts_of_segments_are_read() -> None:
+    for seed in range(COLUMNS):
+        result = simulate(draw_columns(seed))
+        if result.error is not None:
+            raise AssertionError(f"world by columns {seed}: {result.scenario}") from result.error
 
 
 def test_every_kind_of_fault_is_drawn() -> None:
