@@ -99,6 +99,8 @@ def hear_high(s: Step, model: ModelState, m: Hello) -> None:
     read, whatever newer ones were published meanwhile.
     """
     keys = keys_of(m, m.high)
+    # What is only held may be published by this shard alone yet: who was told of it says so (law L1).
+    told = {(held.epoch, held.number) for held in m.offloads} | ({m.high} if m.high is not None else set())
     if m.created is not None:
         model.created = max(model.created or (0, 0), (m.created[0], m.created[1]))
     comes_back = bool(keys or m.created) and not m.observer and not is_known(s, model, m)
@@ -106,7 +108,7 @@ def hear_high(s: Step, model: ModelState, m: Hello) -> None:
         if s.state.deserted:
             s.state.deserted, s.state.listening, s.state.listen_from_s = False, True, s.now
         known = max((k for k in (model.high, model.heard) if k is not None), default=None)
-        if known is None or key > known:
+        if key in told and (known is None or key > known):
             model.heard, comes_back = key, True
         s.touched.add(model.name)
     hear_stream(s, model, m, max((epoch for epoch, _ in (*keys, *keys_of(m, m.created))), default=0))

@@ -65,3 +65,20 @@ def test_a_stream_is_over_for_who_has_heard_of_a_newer_one_itself() -> None:
     old = trainer(hub, "old", stream="old", created=(1, 10), high=(2, 3))
     hub.later(RESTARTED_S)
     assert "is over" in old.publish(11, b"old sums", Failure).message
+
+
+def test_a_version_that_one_shard_had_published_stays_invisible_after_a_restart() -> None:
+    hub = Hub(server_epoch=2)
+    blobs = [hub.hello("writer").put(part) for part in (b"layout", b"placement", b"sums")]
+    hub.hello("holder", held=Held(1, 9, *blobs, 400, 4), high=(1, 9))
+    half = hub.hello("trainer", 1, 2, held=Held(1, 10, *blobs, 400, 4), created=(1, 10))
+    other = hub.hello("trainer", 0, 2, created=(1, 9))
+    reader = trainer(hub, "reader")
+    asked = reader.join(0)
+    hub.later(RESTARTED_S)
+    assert reader.answer(asked, Promise).number == 9
+    assert half.publish(9, b"older", Failure).code in ("version_conflict", "state_error")
+    other.register(b"other layout")
+    other.publish(10, b"sums of the other", Published)
+    assert hub.state.models["policy"].high == (1, 10)  # type: ignore[index]
+    assert check(hub.state) == []
