@@ -97,3 +97,8 @@ def test_it_has_every_event_of_the_training_loop_that_it_needs() -> None:
     own = {name for name in vars(TensorHubCallback) if name.startswith("on_")}
     assert own == {"on_train_start", "on_train_step_start", "on_train_step_end", "on_checkpoint_save", "on_train_end"}
     assert own <= EVENTS
+
+
+def test_a_keyword_that_attach_does_not_have_is_refused_at_once() -> None:
+    with pytest.raises(TypeError, match="streem"):
+        TensorHubCallback("tcp://hub:7077", streem="run")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tensorhub_core.errors import StateError, TensorHubError, error_from_wire
+from tensorhub_core.errors import ConfigError, StateError, TensorHubError, error_from_wire
 
 if TYPE_CHECKING:
     import torch
 
 _TEXT_BYTES = 2048
-_MARGIN_S = 60.0
-"""How much longer than one call a rank waits for the others: what they do before and after the call."""
+_MARGIN_S = 1800.0
+"""How much longer than one call a rank waits for the others, which may come late: as long as torch does by default."""
 
 
 class Agreement(Protocol):
@@ -129,12 +129,15 @@ class RanksAgree:
 def agreement_of(group: Any, timeout_s: float) -> Agreement:
     """Return the agreement of the ranks of `group` (None: of the whole job); called by all of them.
 
-    Without `torch.distributed`, or with one rank, that is one process alone.
+    Without `torch.distributed`, or with one rank, that is one process alone. Raises ConfigError for a group that does
+    not have this rank.
     """
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
         return Alone()
+    if dist.get_rank(group) < 0:
+        raise ConfigError("this rank is not in `group`: attach on the group's ranks only")
     if dist.get_world_size(group) == 1:
         return Alone()
     return RanksAgree(group, timeout_s)

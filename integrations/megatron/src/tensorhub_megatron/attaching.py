@@ -17,6 +17,8 @@ from tensorhub_megatron.publication import Publication, Registration, Weights
 from tensorhub_megatron.publisher import Publisher, stepping
 
 if TYPE_CHECKING:
+    import torch
+
     from tensorhub_core.settings import Settings
 
 
@@ -46,9 +48,10 @@ def attach(
     makes no version: the same one is offered again.
 
     Engines read the parameters in place, as boxes of Hugging Face tensors: nothing is gathered, converted or copied
-    here. All ranks are shards of one replica, those of every data-parallel group included: shard = rank in `group`,
-    num_shards = its size. What several ranks hold is read once, and from whom is least busy, so that all the
-    network cards of the trainer serve. `group` (None: all ranks) is for jobs in which other ranks do something else.
+    here (but small buffers, such as the bias of a router, which change before the step). All ranks are shards of one
+    replica, those of every data-parallel group included: shard = rank in `group`, num_shards = its size. What several
+    ranks hold is read once, and from whom is least busy, so that all the network cards of the trainer serve. `group`
+    (None: all ranks) is for jobs in which other ranks do something else.
 
     `hf_config` and `extra_names` are `describe()`'s, `server`, `stream`, `transport` and `settings` are
     `tensorhub_core.connect()`'s; on several machines name the server. Parameters that were offloaded and came
@@ -62,7 +65,7 @@ def attach(
     """
     chunks = list(model_chunks) if isinstance(model_chunks, Sequence) else [model_chunks]
     return attach_weights(
-        _MegatronWeights(chunks, hf_config, extra_names),
+        MegatronWeights(chunks, hf_config, extra_names),
         optimizer,
         names=(model, replica, stream),
         server=server,
@@ -138,29 +141,50 @@ def _require_one_hub(agreement: Agreement, server: str | Sequence[str] | None) -
         )
 
 
-class _MegatronWeights:
-    """The parameters of one rank's model chunks."""
+class MegatronWeights:
+    """The parameters of one rank's model chunks, in place; of buffers, which change between steps too, copies."""
 
-    def __init__(self, chunks: list[Any], hf_config: Any, extra_names: Mapping[str, str | None] | None) -> None:
+    def __init__(
+        self, chunks: Sequence[Any], hf_config: Any = None, extra_names: Mapping[str, str | None] | None = None
+    ) -> None:
+        """Raise ConfigError for settings with which parameters change outside of steps."""
         self._chunks = chunks
         self._hf_config = hf_config
         self._extra_names = extra_names
         self._described: Described | None = None
+        self._copies: dict[str, torch.Tensor] = {}
         freshness.require_steps_only(chunks)
 
     def refresh(self) -> None:
-        """Gather what the distributed optimizer has left for the next forward pass."""
+        """Gather what the distributed optimizer has left for the next forward pass; fill the copies."""
         freshness.gather_parameters(self._chunks)
+        if self._described is None or self.moved():
+            self._copies = {}
+            return
+        for name, copy in self._copies.items():
+            copy.copy_(self._described.tensors[name])
 
     def describe(self) -> Registration:
         """Say what this rank holds."""
-        self._described = describe(self._chunks, self._hf_config, extra_names=self._extra_names)
-        return Registration(self._described.tensors, self._described.boxes)
+        found = describe(self._chunks, self._hf_config, extra_names=self._extra_names)
+        parameters = {id(parameter) for chunk in self._chunks for parameter in chunk.parameters()}
+        tensors = {
+            name: tensor if id(found.parameters[name]) in parameters else self._copy(name, tensor)
+            for name, tensor in found.tensors.items()
+        }
+        self._described = found
+        return Registration(tensors, found.boxes)
 
     def moved(self) -> bool:
-        """Tell whether a parameter was exchanged, or given other memory."""
+        """Tell whether a parameter or buffer was exchanged, or given other memory."""
         found = self._described
-        if found is None:
+        if found is None or found.moved():
             return True
-        now = {id(parameter) for chunk in self._chunks for parameter in chunk.parameters()}
-        return bool(found.moved()) or any(id(parameter) not in now for parameter in found.parameters.values())
+        now = {id(tensor) for chunk in self._chunks for tensor in (*chunk.parameters(), *chunk.buffers())}
+        return any(id(parameter) not in now for parameter in found.parameters.values())
+
+    def _copy(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the copy of a buffer as of the last refresh: a version keeps its bytes when it is registered anew."""
+        if name not in self._copies:
+            self._copies[name] = buffer.detach().clone()
+        return self._copies[name]

@@ -6,6 +6,7 @@ stand-in that follows it.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from tensorhub_core.observe.log import get_logger
@@ -22,8 +23,9 @@ class TensorHubCallback:
     """
 
     def __init__(self, server: str | None = None, *, start_version: int | None = None, **attach_keywords: Any) -> None:
-        """Keep what `attach()` needs when training starts; nothing is published yet."""
+        """Keep what `attach()` needs when training starts; raises TypeError for a keyword that it does not have."""
         self._keywords: dict[str, Any] = {"server": server, **attach_keywords}
+        inspect.signature(attach).bind(None, None, start_version=0, **self._keywords)
         self._start_version = start_version
         self._publisher: Publisher | None = None
         self.checkpoints: dict[str, int] = {}

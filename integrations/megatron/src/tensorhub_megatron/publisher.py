@@ -33,13 +33,20 @@ class Publisher:
     """
 
     def __init__(self, publication: Publication, optimizer: Any) -> None:
-        """Take over an open publication and follow `optimizer`; `attach()` and its kin do this."""
+        """Take over an open publication and follow `optimizer`; `attach()` and its kin do this.
+
+        If that fails, the publication is closed.
+        """
         self._publication = publication
-        self._optimizer = stepping(optimizer)
         self._was_offered = False
         self._is_closed = False
-        self._detach = _follow(self._optimizer, self._before, self._after)
-        setattr(self._optimizer, _MARK, self)
+        try:
+            self._optimizer = stepping(optimizer)
+            self._detach = _follow(self._optimizer, self._before, self._after)
+            setattr(self._optimizer, _MARK, self)
+        except BaseException:
+            publication.close()
+            raise
 
     @property
     def version(self) -> int:
