@@ -107,8 +107,11 @@ def map_file(path: Path, descriptor: int, size: int) -> NDArray[np.uint8]:
 
 
 def copied(extent: Extent, progress: CopyProgress | None) -> NDArray[np.uint8]:
-    """Read a run of bytes into memory of the process, u8 [length_bytes]."""
-    memory = np.empty(extent.length_bytes, np.uint8)
+    """Read a run of bytes into memory of the process, u8 [length_bytes]; raises ConfigError."""
+    try:
+        memory = np.empty(extent.length_bytes, np.uint8)
+    except MemoryError:
+        raise ConfigError(f"no memory for {extent.length_bytes:,} bytes of {extent.path}: serve it mapped") from None
     starts = range(0, extent.length_bytes, CHUNK_BYTES)
     _read(extent, (memory[start : start + CHUNK_BYTES] for start in starts), progress)
     memory.flags.writeable = False

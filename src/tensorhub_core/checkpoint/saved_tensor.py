@@ -12,13 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorhub_core.checkpoint.pickled import Names, Record, counts, damaged, is_count, read_pickle
-from tensorhub_core.errors import RegistrationError
+from tensorhub_core.errors import ConfigError, RegistrationError
 from tensorhub_core.layout.dtypes import dtype_bytes
 from tensorhub_core.layout.regions import c_strides
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENCRYPTED = 1
 _MAX_DESCRIPTION_BYTES = 1 << 20
+_UNREADABLE = (zipfile.BadZipFile, OSError, EOFError, OverflowError, RuntimeError, ValueError, struct.error)
+"""What reading a damaged archive raises."""
 
 
 class _TensorV2(Record):
@@ -114,6 +116,8 @@ def locate(archive: NDArray[np.uint8], what: str) -> SavedTensor:
             for name in (f"{root}data.pkl", f"{root}byteorder"):
                 if name in found and found[name].file_size > _MAX_DESCRIPTION_BYTES:
                     damaged(what, f"its record {name!r} has {found[name].file_size:,} bytes")
+                if name in found and found[name].compress_type != zipfile.ZIP_STORED:
+                    damaged(what, f"its record {name!r} is compressed")
             order = records.read(found[f"{root}byteorder"]) if f"{root}byteorder" in found else b"little"
             description = records.read(found[f"{root}data.pkl"])
     except (
@@ -140,14 +144,17 @@ def locate(archive: NDArray[np.uint8], what: str) -> SavedTensor:
 
 
 def gathered(archive: NDArray[np.uint8], saved: SavedTensor) -> NDArray[np.uint8]:
-    """Return a copy of the elements in C order, u8 [length_bytes]."""
+    """Return a copy of the elements in C order, u8 [length_bytes]; raises ConfigError without memory for it."""
     item = dtype_bytes(saved.dtype)
     if 0 in saved.shape:
         return np.empty(0, np.uint8)
-    view = np.lib.stride_tricks.as_strided(
-        archive[saved.start_bytes :], (*saved.shape, item), (*(n * item for n in saved.strides), 1), writeable=False
-    )
-    return np.ascontiguousarray(view).reshape(-1)
+    try:
+        view = np.lib.stride_tricks.as_strided(
+            archive[saved.start_bytes :], (*saved.shape, item), (*(n * item for n in saved.strides), 1), writeable=False
+        )
+        return np.ascontiguousarray(view).reshape(-1)
+    except (MemoryError, ValueError):
+        raise ConfigError(f"a tensor of {saved.dtype} {saved.shape} takes more memory than there is") from None
 
 
 class _Bytes(io.RawIOBase):

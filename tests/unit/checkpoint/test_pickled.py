@@ -118,6 +118,13 @@ def test_a_saved_tensor_lies_within_its_record(
     assert data[saved.start_bytes :][: saved.length_bytes].tolist() == list(range(12))[start * 4 :]
 
 
+def test_a_tensor_that_is_larger_than_any_memory_when_it_is_copied() -> None:
+    for size in (1 << 50, 1 << 61):
+        data = archive(data_pkl=TENSOR % (3, 0, b"(I%d\nt" % size, b"(I0\nt"), data__0=bytes(12))
+        with pytest.raises(ConfigError, match="more memory than there is"):
+            saved_tensor.gathered(data, saved_tensor.locate(data, "it"))
+
+
 @pytest.mark.parametrize(
     ("records", "fault"),
     [
@@ -125,11 +132,37 @@ def test_a_saved_tensor_lies_within_its_record(
         ({"data_pkl": b"N."}, "something else than one tensor"),
         ({"data_pkl": TENSOR % (3, 0, b"(I3\nt", b"(I1\nt")}, "record '0' is missing"),
         ({"data_pkl": b"N.", "byteorder": b"big"}, "byte order is b'big'"),
+        ({"data_pkl": b"N." * (1 << 20)}, "has 2,097,152 bytes"),
     ],
 )
 def test_archives_that_hold_no_tensor(records: dict[str, bytes], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         saved_tensor.locate(archive(**records), "it")
+
+
+def test_an_archive_with_any_damage_is_refused_or_harmless() -> None:
+    data, rng, refused = (
+        archive(data_pkl=TENSOR % (3, 0, b"(I3\nt", b"(I1\nt"), data__0=bytes(12)),
+        np.random.default_rng(3),
+        0,
+    )
+    cut = [data[:size] for size in range(0, data.nbytes, 5)]
+    changed = []
+    while len(changed) < 3000:
+        copy = data.copy()
+        at, count = int(rng.integers(data.nbytes)), int(rng.choice([1, 2, 4, 8]))
+        copy[at : at + count] = rng.choice([0, 1, 8, 0x7F, 0x80, 0xFF]) if rng.integers(2) else rng.integers(256)
+        if not ((copy == ord("r")) & (data != ord("r"))).any():  # which may ask for any amount of memory
+            changed.append(copy)
+    for damaged in cut + changed:
+        try:
+            saved = saved_tensor.locate(damaged, "it")
+        except ConfigError:
+            refused += 1
+        else:
+            assert 0 <= saved.start_bytes <= saved.start_bytes + saved.length_bytes <= damaged.nbytes
+            assert saved_tensor.gathered(damaged, saved).nbytes == saved.length_bytes
+    assert refused > len(cut)
 
 
 ALLOWED = [(reader, name) for reader in (dcp_index, saved_tensor) for name in reader._NAMES]

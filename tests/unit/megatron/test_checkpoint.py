@@ -115,11 +115,14 @@ def test_an_embedding_that_is_tied_is_served_twice_and_held_once(tmp_path: Path)
 
 
 def test_the_configuration_is_found_in_the_folder_or_asked_for(tmp_path: Path) -> None:
-    folder = saved(tmp_path, model())
-    with pytest.raises(ConfigError, match="give hf_config"):
-        open_folder(folder)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    assert len(open_folder(folder).tensors) == len(SHAPES)
+    folder = saved(tmp_path / "iter_0000001", model())
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    for place in (folder, tmp_path):
+        with pytest.raises(ConfigError, match="give hf_config"):
+            open_folder(tmp_path)
+        (place / "config.json").write_text(json.dumps(CONFIG))
+        assert len(open_folder(tmp_path).tensors) == len(open_folder(folder).tensors) == len(SHAPES)
+        (place / "config.json").unlink()
     with pytest.raises(ConfigError, match="takes no prefix"):
         open_folder(folder, OpenOptions(prefix="model"))
 

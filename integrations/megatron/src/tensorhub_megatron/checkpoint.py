@@ -46,9 +46,11 @@ def publish_from_checkpoint(
     `torch.distributed.checkpoint` or safetensors. Its files are mapped, not copied: leave them alone until the worker
     is closed, or give `copy=True`. One process does it, without torch or Megatron; whatever the parallel
     sizes were, engines read what they need. `hf_config` (a transformers config, a mapping, a folder or `config.json`)
-    is needed for `torch_dist`, and compared with what was saved. `extra_names` is `describe`'s. Raises ConfigError if the
-    folder cannot be served, LayoutMismatch listing everything in which it is not the model of `hf_config`,
-    RegistrationError naming tensors without a known name, and what `connect` and `publish` raise.
+    is needed for `torch_dist`, unless a `config.json` lies beside it, and compared with what was saved; shapes do not
+    tell whether norms were saved smaller by one (`--apply-layernorm-1p`): such a folder must not be served.
+    `extra_names` is `describe`'s. Raises ConfigError if the folder cannot be served, LayoutMismatch listing everything
+    in which it is not the model of `hf_config`, RegistrationError naming tensors without a known name, and what
+    `connect` and `publish` raise.
     """
     where, kind = detect(folder)
     options = OpenOptions(names=extra_names, hf_config=hf_config, copy=copy)
@@ -69,17 +71,13 @@ def publish_from_checkpoint(
 def open_torch_dist(folder: Path, options: OpenOptions) -> Checkpoint:
     """Open a Megatron `torch_dist` folder; the entry point `torch_dist` of `tensorhub.checkpoints`.
 
-    `options.hf_config` None: `config.json` in the folder. `options.names` maps keys as `describe(extra_names=...)`
-    does. Raises ConfigError, LayoutMismatch and RegistrationError as `publish_from_checkpoint` does.
+    `options.hf_config` None: `config.json` in the folder, or in that of all iterations. `options.names` maps keys as
+    `describe(extra_names=...)` does. Raises ConfigError, LayoutMismatch and RegistrationError as
+    `publish_from_checkpoint` does.
     """
     if options.prefix is not None:
         raise ConfigError("a folder of torch_dist takes no prefix: its keys are known; give other names instead")
-    if options.hf_config is None and not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"{folder} says nothing about heads and the vocabulary: give hf_config (--hf-config), the Hugging Face "
-            "folder or config.json of the model, or put a config.json into it"
-        )
-    config = read_hf_config(folder if options.hf_config is None else options.hf_config)
+    config = read_hf_config(_config_beside(folder) if options.hf_config is None else options.hf_config)
     index = read_index(folder)
     weights = [tensor for tensor in index.tensors if not _NOT_WEIGHTS.fullmatch(tensor.key)]
     dims = dims_of(config)
@@ -97,6 +95,17 @@ def open_torch_dist(folder: Path, options: OpenOptions) -> Checkpoint:
         boxes[name] = places
     left_out = index.num_others + len(index.tensors) - len(served)
     return checkpoint_of(folder, pieces, tensors, boxes, left_out)
+
+
+def _config_beside(folder: Path) -> Path:
+    """Return the `config.json` in the folder of an iteration, or in the one that holds all of them."""
+    for place in (folder, folder.parent) if folder.name.startswith(("iter_", "release")) else (folder,):
+        if (place / "config.json").is_file():
+            return place / "config.json"
+    raise ConfigError(
+        f"{folder} says nothing about heads and the vocabulary: give hf_config (--hf-config), the Hugging Face "
+        "folder or config.json of the model, or put a config.json into it"
+    )
 
 
 def _served(
