@@ -23,6 +23,7 @@ from tensorhub_core.state.messages import (
 from tensorhub_core.state.records import Group, ModelState, ServerState, VersionRecord
 from tests.sim.hub import digest
 from tests.sim.lives import SEGMENTS, Life
+from tests.sim.parts import Parts
 
 
 class Keeper:
@@ -30,6 +31,7 @@ class Keeper:
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
+        self.parts = Parts(chance)
         self.groups: list[Group] = []
         self.made = self.kept = self.freed = self.refused = self.handed_over = 0
 
@@ -43,6 +45,7 @@ class Keeper:
 
     def act(self, life: Life) -> bool:
         """Go on with an offload copy; tell whether that was what the worker did now."""
+        self.parts.ask(life)
         if life.making is None or self.chance.random() < 0.5:
             return False
         (copy, number), life.making = life.making, None
@@ -58,7 +61,9 @@ class Keeper:
         return True
 
     def hear(self, life: Life, asked: Request | None, message: Reply) -> bool:
-        """Take a message in that concerns retention; tell whether it did."""
+        """Take a message in that concerns retention, or parts of segments; tell whether it did."""
+        if self.parts.hear(life, asked, message):
+            return True
         if isinstance(message, Offload):
             life.making = (message.copy, message.number)
         elif isinstance(message, DropOffload):

@@ -94,7 +94,7 @@ def disagreement(current: Round, m: JoinRound, have: VersionKey | None) -> str:
     if current.kind != Round(m.round, m.want, m.mode).kind:
         return f"called different things at the same time: {current.mode} and {m.mode}"
     if current.kind == "install":
-        others = {joined.have for joined in current.joined.values()}
+        others = {joined.have for joined in current.joined.values()} | ({current.key} - {None})
         return "" if others == {have} else f"staged different versions: {', '.join(sorted(map(show, others)))}"
     if current.want != m.want:
         asked = ["latest" if want is None else str(want) for want in (current.want, m.want)]

@@ -9,6 +9,7 @@ import typing
 import msgspec
 
 from tensorhub_core.ids import SessionId
+from tensorhub_core.state.bounds import PACKED_CUT_BYTES
 from tensorhub_core.state.events import Disconnected, Received, Send, Tick
 from tensorhub_core.state.invariants import check
 from tensorhub_core.state.machine import MachineConfig, ServerState, step
@@ -49,9 +50,11 @@ def any_value(chance: random.Random, kind: object, state: ServerState) -> object
     if kind is float:
         return chance.random()
     if kind is str:
-        return chance.choice(["policy", "a", "b", "", "x" * 2000, *sorted(state.leases)[:3]])
+        return chance.choice(
+            ["policy", "a", "b", "", "x" * 2000, *sorted(state.leases)[:3], *sorted(state.tickets)[:3]]
+        )
     if kind is bytes:
-        return chance.choice([*map(digest, DATA), *DATA, b""])
+        return chance.choice([*map(digest, DATA), *DATA, b"", b"12345678", bytes(PACKED_CUT_BYTES)])
     if origin is typing.Literal:
         return chance.choice(args)
     if origin is tuple and args[-1] is Ellipsis:

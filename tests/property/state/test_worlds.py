@@ -14,15 +14,17 @@ SHAPES = [(2, 1, 1), (3, 1, 2), (2, 2, 1), (2, 3, 2)]
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_random_worlds_keep_the_laws(shape: tuple[int, int, int]) -> None:
     readers, shards, trainers = shape
-    commits, most_sources = 0, 0
+    commits = most_sources = given = 0
     for seed in range(60):
         world = World(seed, readers, shards, trainers, checksums=seed % 2 == 0)
         for _ in range(1_000):
             world.advance()
         commits += world.commits
         most_sources = max(most_sources, world.most_sources)
+        given += world.keeper.parts.given
     assert commits > 60, "the worlds were too quiet to mean anything"
     assert most_sources > 1 or shards > 2, "nobody read from several sources"
+    assert given > 60, "hardly anybody was told what parts sum to"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

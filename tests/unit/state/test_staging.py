@@ -262,6 +262,17 @@ def test_a_shard_that_dies_in_the_middle_of_an_install_breaks_it_for_all() -> No
     sound(hub)
 
 
+def test_who_joins_an_install_again_names_the_version_that_it_was_promised() -> None:
+    hub = Hub()
+    _trainer, (reader,) = holding_v1(hub)
+    stage([reader], 2, 1, V1)
+    reader.answer(reader.join(2, mode="install", have=V2), Promise)
+    reader.call(Unstage(), Ok)
+    again = reader.ask(JoinRound(2, None, "install", (1, 3), again=True))
+    assert "different versions" in reader.answer(again, Failure).message
+    sound(hub)
+
+
 def test_an_aborted_install_leaves_the_staged_copy_to_try_again() -> None:
     hub = Hub()
     _trainer, reader = holding_v1(hub)
