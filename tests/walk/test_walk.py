@@ -103,7 +103,8 @@ def test_an_action_leaves_the_world_before_it_as_it_was() -> None:
 IGNORED = {
     "ServerState": "models config started_s now_s listen_from_s buried_s counter sessions blobs blob_bytes ticked_s "
     "swept_s draining offloads",
-    "ModelState": "name stream streams created waiting holders retain handovers stuck drains offloads_made offloads_dropped",
+    "ModelState": "name stream streams created waiting holders retain handovers stuck drains offloads_made "
+    "offloads_dropped",
     "Group": "model replica generation num_shards zone host spot keeper retired next_round",
     "Round": "told_slow told_late tried details number resumed",
     "Joined": "offer session done_sums",
