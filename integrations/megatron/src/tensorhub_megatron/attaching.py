@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tensorhub_core import connect
 from tensorhub_core.errors import ConfigError
 from tensorhub_core.settings import load_settings
-from tensorhub_megatron import freshness
+from tensorhub_megatron import compat, freshness
 from tensorhub_megatron.agreement import Agreement, agreement_of
 from tensorhub_megatron.layout import Described, describe
 from tensorhub_megatron.publication import Publication, Registration, Weights
@@ -180,7 +180,8 @@ class MegatronWeights:
         found = self._described
         if found is None or found.moved():
             return True
-        now = {id(tensor) for chunk in self._chunks for tensor in (*chunk.parameters(), *chunk.buffers())}
+        models = [compat.unwrap(chunk) for chunk in self._chunks]  # DistributedDataParallel has other `buffers`
+        now = {id(tensor) for model in models for tensor in (*model.parameters(), *model.buffers())}
         return any(id(parameter) not in now for parameter in found.parameters.values())
 
     def _copy(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
