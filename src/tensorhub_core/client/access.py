@@ -17,6 +17,7 @@ from tensorhub_core.clock import Deadline
 from tensorhub_core.errors import DeadlineExceeded, LayoutMismatch, StateError, TensorHubError, TransportError
 from tensorhub_core.ids import Digest
 from tensorhub_core.layout.canonical import decode_layout, digest_of
+from tensorhub_core.layout.planner import Planner
 from tensorhub_core.layout.segments import SegmentTable, segment_table
 from tensorhub_core.layout.types import Layout, Placement
 from tensorhub_core.state.messages import Blob, GetBlob, Reply, Request, Source
@@ -49,11 +50,14 @@ class KnownLayout:
 
 
 class SourceBook:
-    """Describe leased sources to the executor; keeps what it fetched, bounded. One thread at a time."""
+    """Describe leased sources to the executor; keeps what it fetched, bounded, and plans. One thread at a time."""
 
     def __init__(self, call: Call, transport: str) -> None:
+        self.planner = Planner()
+        """Plans reads of the sources that are described here."""
         self._call = call
         self._transport = transport
+        self._most_layouts = _CACHED_LAYOUTS
         self._blobs: OrderedDict[bytes, bytes] = OrderedDict()
         self._layouts: OrderedDict[bytes, KnownLayout] = OrderedDict()
         self._bytes = 0
@@ -67,6 +71,8 @@ class SourceBook:
 
         `prefixes` holds, per lease, how many segments of a source that is not whole may be read.
         """
+        # What one read needs is kept for the next one, and the worker's own layout.
+        self._most_layouts = max(_CACHED_LAYOUTS, 1 + len({source.layout for source in sources}))
         return [self._access(source, prefixes.get(source.lease), deadline) for source in sources]
 
     def _access(self, source: Source, prefix: int | None, deadline: Deadline) -> SourceAccess:
@@ -106,7 +112,7 @@ class SourceBook:
 
     def _remember_layout(self, digest: bytes, known: KnownLayout) -> None:
         self._layouts[digest] = known
-        while len(self._layouts) > _CACHED_LAYOUTS:
+        while len(self._layouts) > self._most_layouts:
             self._layouts.popitem(last=False)
 
     def _blob(self, digest: bytes, deadline: Deadline) -> bytes:

@@ -60,7 +60,7 @@ from tensorhub_core.client.sums import pack_sums
 from tensorhub_core.clock import Deadline
 from tensorhub_core.errors import TensorHubError
 from tensorhub_core.layout.canonical import digest_of
-from tensorhub_core.layout.plan import ReadPlan, plan_read
+from tensorhub_core.layout.read_plan import ReadPlan
 from tensorhub_core.layout.segments import SegmentTable
 from tensorhub_core.layout.types import Layout
 from tensorhub_core.observe.counters import WorkerCounters
@@ -297,7 +297,7 @@ class RoundDriver:
         whole = {lease for lease, source in today.items() if content(source) in state.inexact}
         exact = [None if access.lease in whole else policy for access in accesses]
         layouts, sums = [access.layout for access in accesses], [access.sums for access in accesses]
-        return plan_read(own, layouts, sums, table, exact)
+        return self._parts.book.planner.plan(own, layouts, sums, table, exact)
 
     def _sources_today(self) -> dict[str, Source]:
         """Return the leased sources by the leases under which the running read knows them."""

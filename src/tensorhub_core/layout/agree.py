@@ -45,7 +45,9 @@ def sums_agree(one: Piece, other: Piece, tables: SourceTables, *, inside_only: b
     numbers, chunk = touched(one, grid)
     if inside_only:
         numbers = numbers[:, fully_inside(one, grid, chunk)]
-    return bool(np.array_equal(sums[one.source][numbers + first_one], sums[other.source][numbers + first_other]))
+    ones, others = numbers.reshape(-1) + first_one, numbers.reshape(-1) + first_other
+    tables.compared.append((ones + tables.base[one.source], others + tables.base[other.source]))
+    return bool(np.array_equal(sums[one.source][ones], sums[other.source][others]))
 
 
 def conflicts(index: Mapping[str, list[Holding]], tables: SourceTables) -> list[Conflict]:
@@ -90,15 +92,15 @@ def _whole_conflicts(
     """Compare whole tensors, all at once: there may be tens of thousands of small ones."""
     if not pairs:
         return []
-    base = np.cumsum([0, *map(len, sums)])
     flat = np.concatenate(sums)
     firsts = np.empty((2, len(pairs)), np.int64)
     counts = np.empty(len(pairs), np.int64)
     for number, (_, *both) in enumerate(pairs):
         for side, holding in enumerate(both):
             first, counts[number] = tables.segments(holding.source, holding.storage)
-            firsts[side, number] = base[holding.source] + first
+            firsts[side, number] = tables.base[holding.source] + first
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    ones, others = (flat[np.repeat(side, counts) + within] for side in firsts)
-    wrong = np.unique(np.repeat(np.arange(len(pairs)), counts)[ones != others])
+    ones, others = (np.repeat(side, counts) + within for side in firsts)
+    tables.compared.append((ones, others))
+    wrong = np.unique(np.repeat(np.arange(len(pairs)), counts)[flat[ones] != flat[others]])
     return [pairs[number][0] for number in wrong.tolist()]

@@ -52,6 +52,10 @@ class SourceTables:
         self.layouts = sources
         self.tables: list[SegmentTable] = [segment_table(layout) for layout in sources]
         self.sums = None if sums is None else list(sums)
+        self.base: list[int] = np.cumsum([0, *map(len, self.tables)]).tolist()
+        """The number of each source's first segment when the segments of all sources are numbered through."""
+        self.compared: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+        """Segments, numbered through, whose checksums were compared with each other."""
         self._firsts: list[list[int]] = [table.first.tolist() for table in self.tables]
         self._grids: dict[tuple[int, int, Point], Grid] = {}
 

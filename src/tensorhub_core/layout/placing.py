@@ -37,9 +37,12 @@ class Placing(Mapping[int, tuple[Scatter, ...]]):
         `reads`, `piece_of` and `within` are i64 [landings]: the read, the number of the piece, and the number of the
         segment in its storage. `choice` i64 [reads of the plan] says what each read takes of its segment.
         """
-        self._pieces, self._choices = pieces, choices
+        used, piece_of = np.unique(piece_of, return_inverse=True)
+        self._pieces = [pieces[piece] for piece in used.tolist()]
+        """Those that are asked for: a plan that is kept should not keep all."""
+        self._choices = choices
         self._segment_bytes = [layout.segment_bytes for layout in sources]
-        self._landings, self._piece_of, self._within, self._choice = reads, piece_of, within, choice
+        self._landings, self._piece_of, self._within, self._choice = reads, piece_of.reshape(-1), within, choice
         self._reads: _Ints = np.unique(reads)
 
     def __getitem__(self, read: int) -> tuple[Scatter, ...]:

@@ -17,6 +17,8 @@ from tensorhub_core.layout.scatter import Scatter
 from tensorhub_core.layout.segments import SegmentTable, segment_table
 from tensorhub_core.layout.types import Layout
 
+Segments = NDArray[np.int64]
+
 
 def plan_read(
     destination: Layout,
@@ -36,16 +38,41 @@ def plan_read(
     checksums everyone has. Which source gives which bytes does not depend on it. Raises LayoutMismatch listing all
     differences. Any thread.
     """
-    if sources and all(source is destination or source == destination for source in sources):
+    if is_raw(destination, sources):
         table = segment_table(destination) if table is None else table
         _check_counts(sums, [len(table)] * len(sources))
         if sums is not None and any(not np.array_equal(sums[0], other) for other in sums[1:]):
             raise LayoutMismatch("the version's sources have one layout, but other bytes in it")
         return plan_raw(table)
+    return plan_other(destination, sources, sums, policies_of(exact, len(sources)))[0]
+
+
+def is_raw(destination: Layout, sources: Sequence[Layout]) -> bool:
+    """Tell whether all layouts are one."""
+    return bool(sources) and all(source is destination or source == destination for source in sources)
+
+
+def policies_of(exact: ExactPolicy | Sequence[ExactPolicy | None] | None, sources: int) -> Sequence[ExactPolicy | None]:
+    """Return what holds for each source."""
+    return [exact] * sources if exact is None or isinstance(exact, ExactPolicy) else list(exact)
+
+
+def plan_other(
+    destination: Layout,
+    sources: Sequence[Layout],
+    sums: Sequence[NDArray[np.uint64]] | None,
+    policies: Sequence[ExactPolicy | None],
+) -> tuple[ReadPlan, tuple[Segments, Segments]]:
+    """Plan from other layouts; returns also the segments, numbered through all sources, that were found to be equal.
+
+    Other checksums of the same layouts have the same plan exactly if those are equal again.
+    """
     tables = SourceTables(sources, sums)
     _check_counts(sums, [len(table) for table in tables.tables])
-    policies = [exact] * len(sources) if exact is None or isinstance(exact, ExactPolicy) else exact
-    return assemble(match(destination, sources, tables), tables, policies)
+    plan = assemble(match(destination, sources, tables), tables, policies)
+    none: Segments = np.zeros(0, np.int64)
+    ones = np.concatenate([none, *(pair[0] for pair in tables.compared)])
+    return plan, (ones, np.concatenate([none, *(pair[1] for pair in tables.compared)]))
 
 
 def _check_counts(sums: Sequence[NDArray[np.uint64]] | None, segments: list[int]) -> None:

@@ -62,18 +62,6 @@ def shape_of_read(plan: ReadPlan, read: int, shape: Point, item_bytes: int) -> P
     return box_of_form((offset, run, stride, int(cuts.count[cut])), shape)[1]
 
 
-def carry(verified: NDArray[np.bool_], before: ReadPlan, now: ReadPlan) -> NDArray[np.bool_]:
-    """Return which reads of a plan, bool [reads], are done if those `verified` of another plan are.
-
-    Both plans fill one destination from equal sources, each by its own `exact`: so every segment fills the same places.
-    """
-    if before.raw or now.raw:
-        return verified.copy() if before.raw and now.raw else np.zeros(len(now), np.bool_)
-    keys = [plan.source.astype(np.int64) << 32 | plan.segment for plan in (before, now)]
-    missing = np.unique(keys[0][~verified])
-    return np.isin(keys[1], keys[0]) & ~np.isin(keys[1], missing)
-
-
 def plan_raw(table: SegmentTable) -> ReadPlan:
     """Plan a copy between two layouts of equal fingerprint, segment by segment."""
     count = len(table)

@@ -9,10 +9,11 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tensorhub_core.client.exactness import carried_over
 from tensorhub_core.layout.canonical import dtype_bytes
 from tensorhub_core.layout.cuts import ExactPolicy, pack_cuts, unpack_cuts
 from tensorhub_core.layout.plan import plan_read
-from tensorhub_core.layout.read_plan import ReadPlan, carry
+from tensorhub_core.layout.read_plan import ReadPlan
 from tensorhub_core.layout.segments import segment_box, segment_table
 from tensorhub_core.layout.types import Layout
 from tests.property.layout import strategies as draw_layout
@@ -143,9 +144,9 @@ def test_what_one_plan_has_read_another_need_not_read_again(data: st.DataObject,
     drawn = [data.draw(st.lists(st.none() | policies(), min_size=len(layouts), max_size=len(layouts))) for _ in "ab"]
     before, now = (plan_read(destination, layouts, exact=exact) for exact in drawn)
     verified = np.array(data.draw(st.lists(st.booleans(), min_size=len(before), max_size=len(before))), np.bool_)
-    done = carry(verified, before, now)
+    done = carried_over(before, verified, now)
     assert len(done) == len(now)
-    assert carry(np.ones(len(before), np.bool_), before, now).all(), "all of it is all of it"
+    assert carried_over(before, np.ones(len(before), np.bool_), now).all(), "all of it is all of it"
     if before.raw:
         return
     truth = draw_layout.contents(model, seed)

@@ -193,3 +193,22 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         book.access([server.source(sums=sums)], {}, soon())
     assert sum(len(data) for data in book._blobs.values()) <= 1000
     assert book._bytes == sum(len(data) for data in book._blobs.values())
+
+
+def test_the_layouts_of_all_sources_of_a_read_are_kept_for_the_next_one() -> None:
+    server, count = Server(), 3 * access._CACHED_LAYOUTS
+    book = SourceBook(server.call, "memory")
+    shards = [build_layout(LAYOUT.tensors, shard=at, num_shards=count, segment_bytes=4096) for at in range(count)]
+    sources = [
+        msgspec.structs.replace(server.source(encode_layout(shard)), shard=at, num_shards=count)
+        for at, shard in enumerate(shards)
+    ]
+    first, second = (book.access(sources, {}, soon()) for _ in range(2))
+    assert all(one.layout is other.layout for one, other in zip(first, second, strict=True))
+    for _ in range(2):
+        book.access([server.source()], {}, soon())
+    assert len(book._layouts) <= count + 1
+    other = build_layout([TensorSpec("a", "uint8", (1,))], shard=0, num_shards=1)
+    place = msgspec.msgpack.encode(placement(addresses=np.array([4096], "<u8").tobytes(), devices=bytes(1)))
+    book.access([server.source(encode_layout(other), place, pack_sums(SUMS[:1]))], {}, soon())
+    assert len(book._layouts) == access._CACHED_LAYOUTS
