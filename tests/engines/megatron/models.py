@@ -261,7 +261,7 @@ def _grouped_linear(tp_axis: int) -> type[torch.nn.Module]:
 
             ranks = self._groups.ep
             offset, total = ranks.rank() * self._experts, ranks.size() * self._experts
-            return {
+            found = {
                 f"{prefix}weight{number}": make_tp_sharded_tensor_for_checkpoint(
                     getattr(self, f"weight{number}"),
                     f"{prefix}weight",
@@ -272,6 +272,9 @@ def _grouped_linear(tp_axis: int) -> type[torch.nn.Module]:
                 )
                 for number in range(self._experts)
             }
+            for sharded in found.values():  # experts have copies on other ranks than the rest
+                sharded.replica_id = (*sharded.replica_id[:2], self._groups.expt_dp.rank())
+            return found
 
     return GroupedLinear
 

@@ -35,6 +35,7 @@ RECIPES = {
     "vpp2": Recipe(pp=2, vpp=2, layers=4, qk_norm=True),
     "ep2": Recipe(dp=2, ep=2, experts=4, qk_norm=True),
     "ep2-grouped": Recipe(dp=2, ep=2, experts=4, experts_as="grouped", qk_norm=True),
+    "ep2-te-grouped": Recipe(dp=2, ep=2, experts=4, experts_as="te_grouped", qk_norm=True),
     "tp2-te-grouped": Recipe(tp=2, experts=4, experts_as="te_grouped", fused_norms=True, qk_norm=True),
     "ep2-mixtral": Recipe(dp=2, ep=2, experts=4, mixtral=True),
     "dp2-optimizer": Recipe(dp=2),
