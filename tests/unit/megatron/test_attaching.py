@@ -22,6 +22,10 @@ class Router(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.rand(4, 3))
         self.register_buffer("expert_bias", torch.zeros(4))
+        self.config = object()
+
+    def sharded_state_dict(self) -> dict[str, torch.Tensor]:
+        return {}
 
 
 @pytest.fixture
