@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -77,11 +78,19 @@ def read_pickle(data: bytes, names: Names, what: str, persistent: Callable[[Any]
     ConfigError naming the class if any other is asked for, or saying that the pickle is damaged. Any thread.
     """
     try:
+        _check_memory(data)
         return _Reader(data, names, persistent, what).load()
     except ConfigError:
         raise
     except Exception as error:  # a damaged pickle fails in as many ways as there are operations
         damaged(what, f"{type(error).__name__}: {str(error)[:200]}")
+
+
+def _check_memory(data: bytes) -> None:
+    """Refuse numbers of notes beyond what the pickle could take: the reader makes room up to the number at once."""
+    for operation, argument, _ in pickletools.genops(data):
+        if operation.name in ("PUT", "LONG_BINPUT") and argument is not None and argument > len(data):
+            raise ValueError(f"it takes note number {argument:,}")
 
 
 def damaged(what: str, why: str) -> NoReturn:
