@@ -48,7 +48,7 @@ def following(
 ) -> Iterator[tuple[Any, OfflineEngine]]:
     """Run an `LLM` that gets its weights from a hub; `engine` = further arguments of the `LLM`."""
     settings = {"server": address, "timeout_s": 60, **config}
-    with running(model, **engine_args(settings), **(engine or {})) as llm:
+    with running(model, **{**engine_args(settings), **(engine or {})}) as llm:
         yield llm, OfflineEngine(llm, settings)
 
 

@@ -145,6 +145,34 @@ def test_a_second_engine_of_two_ranks_copies_raw(setup: Setup, checkpoints: Chec
         assert answers(llm) == expected
 
 
+def test_versions_stream_to_both_ranks_or_to_none(
+    checkpoints: Checkpoints, hub: Server, expected: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where loading computes what it stores: one round for both, whatever one of them cannot load."""
+    monkeypatch.setenv("TENSORHUB_STAGING_BYTES", "200000")
+    one, two, bare = checkpoints(KIND, 1), checkpoints(KIND, 2), checkpoints.bare(KIND)
+    computing = {**TWO, "worker_extension_cls": "tests.engines.vllm.computing.ComputingExtension"}
+    with (
+        training(hub.address, one) as trainer,
+        following(bare, hub.address, timeout_s=30, engine=computing) as (llm, engine),
+    ):
+        assert all("streamed in pieces" in report.note for report in engine.status.shards)
+        trainer.publish(two, 2)
+        assert engine.swap().version == 2
+        assert answers(llm) == expected
+        trainer.publish(one, 3)
+        llm.collective_rpc("computing_fails", args=(1, "model.layers.1.mlp.down_proj.weight"))
+        outcome = engine.swap()
+        assert (outcome.version, outcome.ok) == (None, False)
+        assert "down_proj.weight cannot be loaded" in outcome.message
+        assert engine.status.state == "paused"
+        assert [(report.version, report.served) for report in engine.status.shards] == [(None, None)] * 2
+        llm.collective_rpc("computing_fails", args=(1, ""))
+        trainer.publish(two, 4)
+        assert engine.swap().version == 4
+        assert answers(llm) == expected
+
+
 def test_ranks_that_are_not_ours_are_told_apart(checkpoints: Checkpoints, bound: None) -> None:
     with running(
         checkpoints(KIND, 1), worker_extension_cls="tensorhub_vllm.worker_ext.TensorHubWorkerExtension"
