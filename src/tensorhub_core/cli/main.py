@@ -17,6 +17,8 @@ COMMANDS = {
     "publish": "Serve a checkpoint folder as a version until stopped.",
     "seed": "Hold the newest versions of a model in host memory until stopped.",
     "pull": "Write a version from live replicas to a folder.",
+    "layout": "Show what lies in which shard, or save it.",
+    "plan": "Show what one layout would read of another one.",
     "doctor": "Say which transports work on this machine.",
     "demo": "Move versions from a trainer to three readers on this machine, for 15 seconds.",
     "replay": "Check the invariants of a server's life that was recorded.",
