@@ -102,6 +102,11 @@ class Asker:
                 self._next_number = self._questions.next_number
             self._questions = self._handle = None
 
+    def close(self) -> None:
+        """Let go of the round, so that its memory goes when it is dropped and not with some later collection."""
+        self.end()
+        self._refused = lambda lease, kind, detail: None
+
     def _ask(self) -> None:
         """Send what is due; any thread."""
         with self._lock:

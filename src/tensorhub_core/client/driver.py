@@ -195,6 +195,7 @@ class RoundDriver:
                 if self._end is None:
                     self.post(Broken(error))
         self._progress.end()
+        self._asker.close()
         return self._end
 
     def _next(self) -> tuple[Event, int]:

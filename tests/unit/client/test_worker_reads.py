@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -292,3 +294,26 @@ def test_progress_of_a_source_counts_that_came_before_the_read_began(
     assert second.replicate(timeout_s=10) == 1
     assert equal(tensors, weights())
     assert gate.open.is_set(), "the second did not follow the first"
+
+
+def test_a_round_that_is_over_goes_at_once(here: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with some later collection: it holds the memory that it filled."""
+    rounds: list[weakref.ref[RoundDriver]] = []
+    real = RoundDriver.run
+
+    def run(driver: RoundDriver) -> Any:
+        rounds.append(weakref.ref(driver))
+        return real(driver)
+
+    publisher(here)
+    rollout, _ = reader(here)
+    monkeypatch.setattr(RoundDriver, "run", run)
+    gc.disable()
+    try:
+        assert rollout.replicate(publish=False) == 1
+        with rollout.stage(1):
+            pass
+    finally:
+        gc.enable()
+    assert rounds
+    assert [driver() for driver in rounds] == [None] * len(rounds)
