@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from .reference import Array
+from .shares import array_of
 
 WORDS = 60
 
@@ -50,3 +55,37 @@ class Lines(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         tokens = torch.randint(3, WORDS, (8,), generator=torch.Generator().manual_seed(number))
         return {"input_ids": tokens, "labels": tokens}
+
+
+def train_on_ranks(rank: int, address: str, folder: str, steps: int) -> dict[int, dict[str, Array]]:
+    """Train with `Trainer` on all ranks, data-parallel; return the weights at each version."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from tensorhub_megatron import TensorHubTrainerCallback
+
+    world = str(torch.distributed.get_world_size())
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    publishing = TensorHubTrainerCallback(address, model="m", settings={"handover_s": 20})
+    found: dict[int, dict[str, Array]] = {}
+
+    class Keep(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
+            version = publishing.version
+            assert version is not None
+            found[version] = {name: array_of(p) for name, p in model.named_parameters(remove_duplicate=False)}
+
+    arguments = TrainingArguments(
+        output_dir=str(Path(folder) / str(rank)),
+        per_device_train_batch_size=2,
+        max_steps=steps,
+        learning_rate=1e-2,
+        use_cpu=True,
+        ddp_backend="gloo",
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    trainer = Trainer(model=tiny_model(), args=arguments, train_dataset=Lines(), callbacks=[publishing, Keep()])
+    trainer.train()
+    assert trainer.accelerator.num_processes == int(world)
+    return found

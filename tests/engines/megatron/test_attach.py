@@ -23,6 +23,8 @@ from .test_layouts import shape_of
 RECIPES = {
     "tp2": Recipe(tp=2, qk_norm=True),
     "pp2-tied": Recipe(pp=2, tied=True),
+    "vpp2-optimizer-overlap": Recipe(pp=2, vpp=2, layers=4, dist_opt=True, overlap=True),
+    "tp2-pp2": Recipe(tp=2, pp=2),
     "dp2-optimizer-overlap": Recipe(dp=2, dist_opt=True, overlap=True, qkv_bias=True),
     "ep2": Recipe(dp=2, ep=2, experts=4, dist_opt=True, qk_norm=True),
 }
@@ -174,6 +176,22 @@ def test_no_rank_steps_while_an_engine_reads_from_any(ranks: Callable[[int], Ran
         assert engine.update() == 1
         engine.require(hugging_face(shares, recipe))
     job.run(trainers.end)
+
+
+@pytest.mark.timeout(120)
+def test_ranks_go_on_with_a_hub_that_was_started_again(ranks: Callable[[int], Ranks]) -> None:
+    recipe, job = RECIPES["tp2"], ranks(2)
+    with serve(lease_s=1, heartbeat_s=0.2) as first:
+        address = first.address
+        job.run(trainers.begin, recipe, address, {"stream": "run", "settings": SETTINGS})
+        job.run(trainers.train)
+    with serve(address, lease_s=1, heartbeat_s=0.2):
+        shares, versions, _ = zip(*job.run(trainers.train), strict=True)
+        assert set(versions) == {2}
+        with Engine(address, layouts_of(recipe, 2)) as engine:
+            assert engine.update() == 2
+            engine.require(hugging_face(shares, recipe))
+        job.run(trainers.end)
 
 
 @pytest.mark.timeout(120)

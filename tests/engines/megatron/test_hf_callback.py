@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from tensorhub_core import ConfigError, connect, serve
 from tensorhub_megatron import TensorHubTrainerCallback
 
-from .hf_models import Lines, tiny_model, tokenizer
+from .hf_models import Lines, tiny_model, tokenizer, train_on_ranks
+from .ranks import Ranks
 from .readers import Engine, whole_layout
 from .shares import array_of
 
@@ -95,6 +97,20 @@ def test_a_reader_has_the_model_of_each_step(address: str, tmp_path: Path, cast:
         trainer.add_callback(follow)
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
         assert follow.seen == [(4, 4)]
+
+
+@pytest.mark.timeout(120)
+def test_data_parallel_ranks_publish_together(ranks: Callable[[int], Ranks], address: str, tmp_path: Path) -> None:
+    with reader_of(address, tiny_model()) as reader, ThreadPoolExecutor(1) as pool:
+        following = pool.submit(reader.follow, 3)
+        trained = ranks(2).run(train_on_ranks, address, str(tmp_path), 3)
+        taken = following.result(60)
+        assert sorted(trained[0]) == [1, 2, 3]
+        assert 3 in taken
+        for version in taken.keys() & trained[0].keys():
+            reader.put(taken[version])
+            for rank in trained:
+                reader.require(rank[version])
 
 
 @pytest.mark.timeout(120)
