@@ -139,6 +139,25 @@ def reload(rank: int) -> dict[str, Array]:
     return _whole(job)
 
 
+def begin_on_some(rank: int, address: str, some: list[int]) -> tuple[str, dict[str, Array]]:
+    """Attach on a group's ranks; return the error on another one that tries, too."""
+    group = torch.distributed.new_group(some)
+    job = Job(Model(), torch.optim.SGD([torch.zeros(1)], lr=0.1), rank)
+    if rank in some or rank == 0:
+        try:
+            job.publisher = attach_fsdp(job.module, job.optimizer, server=address, model="m", group=group)
+        except TensorHubError as error:
+            return f"{type(error).__name__}: {error}", {}
+        _JOBS[:] = [job]
+    return "", _whole(job)
+
+
+def end_on_some(rank: int, some: list[int]) -> None:
+    """Leave on the group's ranks."""
+    if rank in some:
+        end(rank)
+
+
 def refusal(rank: int, kind: str, address: str) -> str:
     """Attach what is refused on one rank; return the error."""
     module = build(kind)

@@ -55,6 +55,22 @@ def test_a_reader_has_the_weights_of_each_step(name: str, ranks: Callable[[int],
 
 
 @pytest.mark.timeout(60)
+def test_a_group_of_ranks_publishes_while_others_do_something_else(ranks: Callable[[int], Ranks], address: str) -> None:
+    job, some = ranks(4), [1, 3]
+    begun = job.run(fsdp_trainers.begin_on_some, address, some)
+    assert [error for error, _ in begun] == [
+        "ConfigError: this rank is not in `group`: attach on the group's ranks only",
+        "",
+        "",
+        "",
+    ]
+    with Engine(address, [whole_layout(fsdp_trainers.SHAPES, "float32")]) as reader:
+        assert reader.update() == 0
+        reader.require(begun[1][1])
+        job.run(fsdp_trainers.end_on_some, some)
+
+
+@pytest.mark.timeout(60)
 def test_what_one_rank_cannot_describe_is_raised_on_all(ranks: Callable[[int], Ranks], address: str) -> None:
     errors = ranks(2).run(fsdp_trainers.refusal, "ddp", address)
     assert all(error.startswith("RegistrationError: ") for error in errors)

@@ -273,6 +273,12 @@ def test_weights_can_be_taken_back_between_steps_and_given_again(
     assert worker.registrations == 3
 
 
+def test_several_optimizers_are_refused(model: torch.nn.Module) -> None:
+    optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+    with pytest.raises(ConfigError, match=r"a list has no step\(\) to follow: give one optimizer"):
+        attach_optimizer(model, optimizers)
+
+
 class LayerWiseDummyOptimizer(torch.optim.SGD):
     """Named as the one of transformers, whose weights change in hooks of the backward pass."""
 

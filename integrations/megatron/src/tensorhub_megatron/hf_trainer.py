@@ -72,7 +72,8 @@ class TensorHubTrainerCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, *, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
         """Connect and publish. Raises what `attach_fsdp()` raises."""
-        stepping(optimizer)
+        if optimizer is not None:
+            stepping(optimizer)
         if getattr(args, "load_best_model_at_end", False):
             raise ConfigError(
                 "load_best_model_at_end overwrites the weights while they are published: switch it off, and load the "

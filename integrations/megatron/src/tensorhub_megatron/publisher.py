@@ -112,6 +112,10 @@ def stepping(optimizer: Any) -> Any:
             f"with {type(optimizer).__name__} weights change during the backward pass, when they are published: use an "
             "optimizer that changes them in step() alone, or publish by hand with tensorhub_core.connect()"
         )
+    if not callable(getattr(optimizer, "step", None)):
+        raise ConfigError(
+            f"a {type(optimizer).__name__} has no step() to follow: give one optimizer, or one object that steps all"
+        )
     if getattr(optimizer, _MARK, None) is not None:
         raise StateError("this optimizer is attached already: close() the first publisher, or keep using it")
     return optimizer
