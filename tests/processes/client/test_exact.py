@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tensorhub_core import Worker
+from tensorhub_core import Worker, connect, serve
 from tensorhub_core.client import stock as stocks
 from tensorhub_core.client.vouching import Voucher
 from tensorhub_core.errors import CorruptTransfer
@@ -285,3 +285,33 @@ def test_closing_and_registering_end_what_is_summed(
     threading.Timer(0.3, go_on.set).start()
     trainer.close()
     assert "tensorhub-vouch" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_what_was_asked_is_asked_again_of_a_restarted_server(
+    monkeypatch: pytest.MonkeyPatch, held_up: tuple[threading.Event, threading.Event]
+) -> None:
+    reached, go_on = held_up
+    settings = {**EXACT, "stall_s": 60.0, "close_timeout_s": 2.0}
+    server = serve(lease_s=1.0, heartbeat_s=0.1)
+    address, right = server.address, make("plain", 1, mib=MIB)
+    try:
+        with (
+            connect(address, model="m", replica="trainer", settings=settings) as trainer,
+            connect(address, model="m", replica="reader", settings=settings) as reader,
+        ):
+            trainer.register(right)
+            trainer.publish(1)
+            mine, boxes = columns_of(right, 0, 2)
+            reader.register(mine, boxes)
+            reading = in_background(lambda: reader.replicate(timeout_s=60))
+            assert reached.wait(30)
+            server.close()
+            server = serve(address, lease_s=1.0, heartbeat_s=0.1)
+            go_on.set()
+            assert reading.result(60) == 1
+            assert holds(mine, boxes, right)
+            assert reader.counters.reconnects >= 1
+            assert reader.counters.bytes_read <= 1.02 * sum(tensor.nbytes for tensor in mine.values())
+            trainer.unpublish(timeout_s=20)
+    finally:
+        server.close()
