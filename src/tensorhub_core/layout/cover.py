@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from operator import sub
 
 import numpy as np
 
@@ -90,4 +91,4 @@ class Cover:
 
 
 def _points(region: Region) -> int:
-    return prod(b - a for a, b in zip(*region, strict=True))
+    return prod(map(sub, region[1], region[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from operator import add
 
 import msgspec
 
@@ -34,7 +35,7 @@ def holdings_of(spec: TensorSpec, source: int, storage: int) -> list[tuple[str, 
 
 def end_of(start: Point, shape: Point) -> Point:
     """Return the corner past the last."""
-    return tuple(at + length for at, length in zip(start, shape, strict=True))
+    return tuple(map(add, start, shape))
 
 
 def is_plain(layout: Layout) -> bool:
