@@ -4,10 +4,10 @@ SHELL := /bin/bash
 PYTHON ?= python3
 ENVS := $(PYTHON) -m tools.envs
 
-.PHONY: help setup envs env-vllm env-sglang env-megatron demo demo-quick test test-core test-vllm test-megatron nightly-sim lint format bench docs clean clean-cache
+.PHONY: help setup envs env-vllm env-sglang env-megatron demo demo-quick demo-megatron demo-megatron-quick test test-core test-vllm test-megatron nightly-sim lint format bench docs clean clean-cache
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup:  ## Make the core environment, .venv
 	@$(ENVS) core
@@ -29,6 +29,12 @@ demo: setup env-vllm  ## The whole idea on a real model: an RL loop and two vLLM
 
 demo-quick: setup env-vllm  ## The same on a tiny model (2 minutes)
 	@.envs/vllm/bin/python demo/run.py --quick
+
+demo-megatron: setup env-vllm env-megatron  ## Megatron-Core trains on 2 x 2 ranks, a tensor-parallel vLLM engine follows every step (3 minutes)
+	@.envs/vllm/bin/python demo/run.py --megatron
+
+demo-megatron-quick: setup env-vllm env-megatron  ## The same for fewer steps (1 minute)
+	@.envs/vllm/bin/python demo/run.py --megatron --quick
 
 test: setup env-vllm env-megatron  ## Run every check that CI runs
 	@.venv/bin/python -m tools.check

@@ -7,6 +7,7 @@ import json
 import re
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,16 @@ class FirstFill:
     total_bytes: int
 
 
+@dataclass(frozen=True)
+class Completion:
+    """How an engine goes on after some token ids: text, token ids and the log-probability of each."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+_ALWAYS = {"model": SERVED_NAME, "return_token_ids": True}
 _FIRST_FILL = re.compile(r"shard 0 of 1 of '(?P<replica>[^']+)' serves version (\d+) from (\S+) \((\d+) bytes")
 
 
@@ -171,6 +182,22 @@ class Engine:
                 after=after,
             )
             for choice in reply["choices"]
+        ]
+
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> Completion:
+        """Get the likeliest continuation of token ids; raises DemoError on any other answer than success."""
+        body = {"prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "logprobs": 0}
+        (choice,) = self._post("/v1/completions", {**_ALWAYS, **body})["choices"]
+        logprobs = tuple(choice["logprobs"]["token_logprobs"])
+        return Completion(choice["text"], tuple(choice["token_ids"]), logprobs)
+
+    def judge(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return for each text, as token ids, the log-probability of each of its tokens after the first."""
+        body = {"prompt": [list(text) for text in texts], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        choices = self._post("/v1/completions", {**_ALWAYS, **body})["choices"]
+        return [
+            [place[str(token)]["logprob"] for place, token in zip(choice["prompt_logprobs"][1:], text[1:], strict=True)]
+            for choice, text in zip(sorted(choices, key=lambda choice: choice["index"]), texts, strict=True)
         ]
 
     def _version(self) -> int:

@@ -1,7 +1,9 @@
-"""Ask a fresh stock vLLM, without TensorHub, for temperature-0 answers: `python -m demo.fresh CHECKPOINT ASK OUT`.
+"""Ask a fresh stock vLLM, without TensorHub, for temperature-0 answers.
 
-ASK holds a JSON list of {"messages", "max_tokens"}; OUT gets a list of {"token_ids", "logprobs"}. One request at a
-time, as the engines were asked, so that the same arithmetic runs.
+    python -m demo.fresh CHECKPOINT ASK OUT DTYPE
+
+ASK holds a JSON list of {"messages", "max_tokens"}, or with token ids {"prompt", "max_tokens"}; OUT gets a list of
+{"token_ids", "logprobs"}. One request at a time, as the engines were asked, so that the same arithmetic runs.
 """
 
 from __future__ import annotations
@@ -14,15 +16,19 @@ from typing import Any
 from demo.serving import ENGINE_LIMITS
 
 
-def main(checkpoint: str, ask: str, out: str) -> None:
+def main(checkpoint: str, ask: str, out: str, dtype: str) -> None:
     """Load the checkpoint and answer."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(checkpoint, **ENGINE_LIMITS)
+    llm = LLM(checkpoint, **{**ENGINE_LIMITS, "dtype": dtype})
     found: list[dict[str, Any]] = []
     for request in json.loads(Path(ask).read_text(encoding="utf-8")):
         sampling = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], logprobs=0)
-        answer = llm.chat(request["messages"], sampling, use_tqdm=False)[0].outputs[0]
+        if "messages" in request:
+            answers = llm.chat(request["messages"], sampling, use_tqdm=False)
+        else:
+            answers = llm.generate({"prompt_token_ids": request["prompt"]}, sampling, use_tqdm=False)
+        answer = answers[0].outputs[0]
         token_ids = list(answer.token_ids)
         logprobs = [place[token].logprob for place, token in zip(answer.logprobs, token_ids, strict=True)]
         found.append({"token_ids": token_ids, "logprobs": logprobs})

@@ -76,6 +76,22 @@ class Child:
         except subprocess.TimeoutExpired:
             raise DemoError(f"{self.name} was not done after {timeout_s:.0f} s:\n{self.tail()}") from None
 
+    def tell(self, line: str) -> None:
+        """Write a line to the program's input; raises DemoError if it does not read any more."""
+        assert self._process.stdin is not None, "started without an input"
+        try:
+            self._process.stdin.write(f"{line}\n".encode())
+            self._process.stdin.flush()
+        except (BrokenPipeError, ValueError):
+            self.check()
+            raise DemoError(f"{self.name} does not listen any more:\n{self.tail()}") from None
+
+    def end_input(self) -> None:
+        """Close the program's input."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the whole group, if it still is there."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -114,13 +130,15 @@ class Children:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Child:
-        """Start a program; its output goes to NAME.log in the logs' folder."""
+    def start(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None, *, listens: bool = False
+    ) -> Child:
+        """Start a program; its output goes to NAME.log in the logs' folder. `listens`: it is told what to do."""
         log = self._logs / f"{name}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
                 list(command),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if listens else subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(environment or {})},

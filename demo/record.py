@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,7 +24,12 @@ def write_record(name: str, steps: Sequence[Step], checks: Sequence[Check]) -> P
         }
         for step in steps
     ]
+    return write_rows(name, rows, checks)
+
+
+def write_rows(name: str, rows: Sequence[Mapping[str, object]], checks: Sequence[Check]) -> Path:
+    """Write `demo-NAME.json`: a row per version, and the checks."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     file = RESULTS / f"demo-{name}.json"
-    file.write_text(json.dumps({"steps": rows, "checks": [asdict(check) for check in checks]}, indent=1))
+    file.write_text(json.dumps({"steps": list(rows), "checks": [asdict(check) for check in checks]}, indent=1))
     return file

@@ -1,8 +1,11 @@
-"""Run the demo: `python demo/run.py [--quick]`, with the vLLM environment's Python.
+"""Run the demo: `python demo/run.py [--quick] [--megatron]`, with the vLLM environment's Python.
 
 A hub, a trainer (this process) and two `vllm serve --weight-source tensorhub` engines: the engines answer prompts, the
 trainer learns from the answers and publishes each new version in place, the engines fill themselves from the trainer
 and from each other. It ends with proof and exit code 0, or says what was off and exits with 1.
+
+With --megatron the trainer is one of Megatron-Core, four processes in an environment of their own, and an engine of two
+ranks follows it (demo/megatron).
 """
 
 from __future__ import annotations
@@ -25,20 +28,26 @@ import tempfile  # noqa: E402
 from types import FrameType  # noqa: E402
 
 from demo.account import Account  # noqa: E402
+from demo.megatron import profiles as megatron  # noqa: E402
 from demo.processes import Children, DemoError, adopt_orphans, descendants, kill_descendants  # noqa: E402
 from demo.profiles import FULL, QUICK, Profile  # noqa: E402
 from demo.proof import none_left  # noqa: E402
 
-_LIMIT_S = {"full": 1800, "quick": 540}
+_LIMIT_S = {"full": 1800, "quick": 540, "megatron": 900, "megatron-quick": 540}
 
 
-def run(profile: Profile, folder: Path) -> bool:
+def run(profile: Profile | megatron.Profile, folder: Path) -> bool:
     """Run one form of the demo with its files in `folder`; returns whether everything held."""
-    from demo.session import Session  # brings torch
-
     account = Account()
     with Children(folder / "logs") as children:
-        checks = Session(profile, folder, children, account).run()
+        if isinstance(profile, megatron.Profile):
+            from demo.megatron.session import Session as Megatron
+
+            checks = Megatron(profile, folder, children, account).run()
+        else:
+            from demo.session import Session  # brings torch
+
+            checks = Session(profile, folder, children, account).run()
     checks.append(none_left(descendants()))
     account.checks(checks[-1:])
     held = all(check.held for check in checks)
@@ -55,10 +64,14 @@ def _stop(number: int, _: FrameType | None) -> None:
 def main() -> int:
     """Read the command line and run; returns the exit code."""
     parser = argparse.ArgumentParser(description="A model learns by RL; two vLLM engines follow it through TensorHub.")
-    parser.add_argument("--quick", action="store_true", help="a tiny local model, about two minutes")
+    parser.add_argument("--quick", action="store_true", help="a tiny local model, or fewer steps: about two minutes")
+    parser.add_argument("--megatron", action="store_true", help="Megatron-Core trains on 2 x 2 ranks")
     parser.add_argument("--keep", action="store_true", help="keep the run's files, logs and checkpoint")
     options = parser.parse_args()
-    profile = QUICK if options.quick else FULL
+    forms: tuple[Profile | megatron.Profile, ...] = (
+        (megatron.FULL, megatron.QUICK) if options.megatron else (FULL, QUICK)
+    )
+    profile = forms[int(options.quick)]
     adopt_orphans()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
         signal.signal(number, _stop)

@@ -32,13 +32,13 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def engine_environment(core: int) -> dict[str, str]:
-    """Return the environment of an engine that computes on one core with one thread: unbound it crawls on a CPU."""
+def engine_environment(*cores: int) -> dict[str, str]:
+    """Return the environment of an engine: each rank computes on one core with one thread, unbound it crawls."""
     return {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "TORCH_COMPILE_DISABLE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": str(core),
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),
         "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_NO_USAGE_STATS": "1",
     }
@@ -58,8 +58,17 @@ def start_hub(children: Children) -> tuple[Child, str]:
     return hub, found[0]
 
 
-def start_engine(children: Children, replica: str, model: Path, hub: str, port: int, core: int, staged: bool) -> Child:
-    """Start `vllm serve MODEL --weight-source tensorhub`, which follows the hub's newest version.
+def start_engine(
+    children: Children,
+    replica: str,
+    model: Path,
+    hub: str,
+    port: int,
+    *cores: int,
+    staged: bool = False,
+    dtype: str = "bfloat16",
+) -> Child:
+    """Start `vllm serve MODEL --weight-source tensorhub` with a rank on each core; it follows the hub's newest version.
 
     `staged`: it fetches a version while it serves the one before, and stands still only to put it in place.
     """
@@ -67,14 +76,17 @@ def start_engine(children: Children, replica: str, model: Path, hub: str, port: 
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--served-model-name", SERVED_NAME, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--weight-source", "tensorhub", "--weight-source-config", json.dumps(source)]
-    for name, value in ENGINE_LIMITS.items():
+    command += ["--tensor-parallel-size", str(len(cores))]
+    for name, value in {**ENGINE_LIMITS, "dtype": dtype}.items():
         flag = "--" + name.replace("_", "-")
         command += [flag] if value is True else [flag, str(value)]
-    return children.start(replica, command, engine_environment(core))
+    return children.start(replica, command, engine_environment(*cores))
 
 
-def start_fresh(children: Children, checkpoint: Path, ask: Path, out: Path, core: int) -> Child:
+def start_fresh(
+    children: Children, checkpoint: Path, ask: Path, out: Path, core: int, *, dtype: str = "bfloat16"
+) -> Child:
     """Start a stock vLLM, no plugin loaded, on a saved checkpoint (fresh.py)."""
     environment = {**engine_environment(core), "VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    command = [sys.executable, "-m", "demo.fresh", str(checkpoint), str(ask), str(out)]
+    command = [sys.executable, "-m", "demo.fresh", str(checkpoint), str(ask), str(out), dtype]
     return children.start("fresh", command, environment)

@@ -67,6 +67,7 @@ PHASES = (
     _pytest("vllm", f"{VLLM}/python", "tests/engines/vllm", limit_s=1500, lane="engines"),
     _pytest("megatron", f"{MEGATRON}/python", "tests/engines/megatron", limit_s=900, lane="engines"),
     Phase("demo-quick", (f"{VLLM}/python", "demo/run.py", "--quick"), 600, lane="engines"),
+    Phase("demo-megatron", (f"{VLLM}/python", "demo/run.py", "--megatron", "--quick"), 600, lane="engines"),
 )
 
 
@@ -197,7 +198,7 @@ def main(names: list[str]) -> int:
     for outcome in outcomes:
         verdict = f"FAILED ({outcome.why})" if outcome.why else "ok"
         counts = f"{outcome.passed} passed, {outcome.failed} failed, {outcome.skipped} skipped"
-        print(f"  {outcome.phase.name:<12} {outcome.took_s:7.1f} s  {counts:<36} {verdict}")
+        print(f"  {outcome.phase.name:<13} {outcome.took_s:7.1f} s  {counts:<36} {verdict}")
     passed, failed, skipped = (
         sum(getattr(outcome, key) for outcome in outcomes) for key in ("passed", "failed", "skipped")
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from demo.engines import Engine, FirstFill, Request, read_first_fill, read_report
+from demo.engines import Completion, Engine, FirstFill, Request, read_first_fill, read_report
 from demo.processes import DemoError
 
 VERSION = {
@@ -158,3 +158,38 @@ def test_an_engine_says_in_its_log_what_it_started_with() -> None:
     assert read_first_fill(LOG, "rollout-2") == FirstFill(7, "rollout-1", 269030016)
     assert read_first_fill(LOG, "rollout-1") is None
     assert read_first_fill(LOG.splitlines()[0], "rollout-2") is None
+
+
+class Judge(Fake):
+    """An engine's `/v1/completions`: thinks -0.5 of every token of a prompt, and -0.25 of the two that follow."""
+
+    def post(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        self.requests.append(body)
+        prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
+        choices = [
+            {
+                "index": index,
+                "text": " and so on",
+                "token_ids": [8, 9],
+                "logprobs": {"token_logprobs": [-0.25, -0.25]},
+                "prompt_logprobs": [
+                    None,
+                    *({str(t): {"logprob": -t / 10}, "77": {"logprob": 0.0}} for t in prompt[1:]),
+                ],
+            }
+            for index, prompt in enumerate(prompts)
+        ]
+        return self.code, {"choices": choices[::-1]}
+
+
+def test_how_an_engine_goes_on_is_read() -> None:
+    fake = Judge([VERSION])
+    with served(fake) as engine:
+        assert engine.complete([1, 2, 3], 5) == Completion(" and so on", (8, 9), (-0.25, -0.25))
+    assert fake.requests[0]["temperature"] == 0
+    assert (fake.requests[0]["prompt"], fake.requests[0]["max_tokens"]) == ([1, 2, 3], 5)
+
+
+def test_what_an_engine_thinks_of_texts_is_read_in_their_order() -> None:
+    with served(Judge([VERSION])) as engine:
+        assert engine.judge([[1, 2, 3], [4, 5]]) == [[-0.2, -0.3], [-0.5]]

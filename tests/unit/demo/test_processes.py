@@ -138,3 +138,23 @@ def test_environment_and_output(tmp_path: Path) -> None:
         child = children.start("echo", [sys.executable, "-c", program], {"WORD": "given"})
         assert child.wait(20.0) == 0
     assert set((tmp_path / "echo.log").read_text().splitlines()) == {"given", "to stderr"}
+
+
+def test_a_program_that_listens_is_told_what_to_do(tmp_path: Path) -> None:
+    echo = "import sys\nfor line in sys.stdin: print('heard', line.strip(), flush=True)"
+    with Children(tmp_path) as children:
+        child = children.start("echo", [sys.executable, "-c", echo], listens=True)
+        child.tell("one")
+        child.tell("two")
+        assert soon(lambda: child.text() == "heard one\nheard two\n")
+        child.end_input()
+        child.end_input()
+        assert child.wait(20) == 0
+
+
+def test_a_program_that_does_not_listen_any_more_is_named(tmp_path: Path) -> None:
+    with Children(tmp_path) as children:
+        child = children.start("deaf", [sys.executable, "-c", "raise SystemExit(3)"], listens=True)
+        assert child.wait(20) == 3
+        with pytest.raises(DemoError, match="deaf"):
+            child.tell("one")
