@@ -28,6 +28,8 @@ BENCHES = (
     "publish_latency",
     "unpublish_latency",
     "planning",
+    "reshard",
+    "reshard_plans",
     "memory_server",
     "control_plane",
     "many_workers",
