@@ -60,6 +60,7 @@ from tensorhub_core.client.sums import pack_sums
 from tensorhub_core.clock import Deadline
 from tensorhub_core.errors import TensorHubError
 from tensorhub_core.layout.canonical import digest_of
+from tensorhub_core.layout.cuts import ExactPolicy
 from tensorhub_core.layout.read_plan import ReadPlan
 from tensorhub_core.layout.segments import SegmentTable
 from tensorhub_core.layout.types import Layout
@@ -293,12 +294,15 @@ class RoundDriver:
         self.post(Planned())
 
     def _plan_of(self, own: Layout, table: SegmentTable, accesses: Sequence[SourceAccess]) -> ReadPlan:
-        """Plan to read no more than is needed, but from sources that do not vouch for less than whole segments."""
+        """Plan to read no more than is needed."""
+        layouts, sums = [access.layout for access in accesses], [access.sums for access in accesses]
+        return self._parts.book.planner.plan(own, layouts, sums, table, self._exact(accesses))
+
+    def _exact(self, accesses: Sequence[SourceAccess]) -> list[ExactPolicy | None]:
+        """Return when parts of segments are read: never from sources that do not vouch for less than whole ones."""
         policy, state, today = self._parts.exactness.policy, self._state, self._sources_today()
         whole = {lease for lease, source in today.items() if content(source) in state.inexact}
-        exact = [None if access.lease in whole else policy for access in accesses]
-        layouts, sums = [access.layout for access in accesses], [access.sums for access in accesses]
-        return self._parts.book.planner.plan(own, layouts, sums, table, exact)
+        return [None if access.lease in whole else policy for access in accesses]
 
     def _sources_today(self) -> dict[str, Source]:
         """Return the leased sources by the leases under which the running read knows them."""

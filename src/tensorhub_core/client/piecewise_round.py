@@ -29,8 +29,11 @@ from tensorhub_core.clock import Deadline
 from tensorhub_core.errors import StateError, VersionUnavailable
 from tensorhub_core.ids import VersionKey
 from tensorhub_core.layout.canonical import build_layout
+from tensorhub_core.layout.excerpts import Excerpts
 from tensorhub_core.layout.match import match
 from tensorhub_core.layout.pieces import SourceTables
+from tensorhub_core.layout.read_plan import ReadPlan
+from tensorhub_core.layout.segments import SegmentTable
 from tensorhub_core.layout.types import Layout, TensorSpec
 from tensorhub_core.limits import start_thread
 from tensorhub_core.settings import Settings, load_settings
@@ -110,6 +113,7 @@ class PiecewiseDriver(RoundDriver):
         self._of_all = _ProgressOfAll(progress, self._break, passage.memory.total_bytes)
         self._progress = self._of_all
         self._content: object = None
+        self._excerpts: Excerpts | None = None
         self._corrupt: set[str] = set()
         passage.on_given_up(self._break)
 
@@ -148,6 +152,13 @@ class PiecewiseDriver(RoundDriver):
         self._plan_next()
         self._read()
         return None
+
+    def _plan_of(self, own: Layout, table: SegmentTable, accesses: Sequence[SourceAccess]) -> ReadPlan:
+        """Plan a portion at its own cost: there may be thousands of them."""
+        layouts = [access.layout for access in accesses]
+        if self._excerpts is None or not self._excerpts.are_of(layouts):
+            self._excerpts = Excerpts(layouts, [access.table for access in accesses])
+        return self._excerpts.plan(own, [access.sums for access in accesses], self._exact(accesses))
 
     def _plan_next(self) -> None:
         self._plan, self._verified = self._plan_of(self._passage.layout, self._passage.table, self._accesses), None
@@ -222,10 +233,15 @@ class PieceReader(Worker):
     ) -> None:
         """Carry the round out, on a thread of its own: the caller's uses what comes."""
 
+        judged: list[Layout] = []
+
         def judge(layouts: Sequence[Layout]) -> None:
+            if [*map(id, layouts)] == [*map(id, judged)]:
+                return
             if check is not None:
                 check(layouts)
             match(passage.memory.layout, layouts, SourceTables(layouts, None))  # a portion does not see what lacks
+            judged[:] = layouts
 
         try:
             with self._exclusively("passing"):
