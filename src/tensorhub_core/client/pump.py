@@ -124,6 +124,7 @@ class Pump:
             self._obey()
             if not self._backlog and not self._flights and not self._checking:
                 return
+            leaves = self._job.leaves
             moved = self._fill() or moved
             # Here, because the caller's progress callback may have taken its time since sources were last watched.
             now = self._clock.now()
@@ -132,7 +133,7 @@ class Pump:
             last = now
             self._lanes.watch(self._backlog, self._checking, now)
             if not moved:
-                self._rest()
+                self._rest(leaves)
             else:
                 self._pause_s = _POLL_PAUSE_S
 
@@ -143,8 +144,8 @@ class Pump:
         if lost is not None:
             raise SourceFailed(*lost)
 
-    def _rest(self) -> None:
-        """Check something if there is nothing else to do, or wait."""
+    def _rest(self, leaves: int) -> None:
+        """Check something if there is nothing else to do, or wait, also for more leave than `leaves`."""
         idle = self._idle or not self._flights or self._pause_s >= _MOST_PAUSE_S
         if idle and self._checking and self._verifier.help():
             return
@@ -156,7 +157,7 @@ class Pump:
                 self._transport.wait(self._flights[0].read, self._pause_s)
             self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
         else:
-            self._job.idle(_ORDER_PAUSE_S)
+            self._job.idle(_ORDER_PAUSE_S, leaves)
 
     # --- posting ----------------------------------------------------------------------------------------------------
 

@@ -140,10 +140,10 @@ class ReadJob:
             checked, self._checked = self._checked, []
             return checked
 
-    def idle(self, timeout_s: float) -> None:
-        """Wait for an order or a result, but no longer than `timeout_s`."""
+    def idle(self, timeout_s: float, leaves: int) -> None:
+        """Wait for an order, a result or more leave than `leaves`, but no longer than `timeout_s`."""
         with self.changed:
-            if not self._checked and not self.cancelled and not self._lost:
+            if not self._checked and not self.cancelled and not self._lost and self._leaves == leaves:
                 self.changed.wait(timeout_s)
 
     def finish(self, outcome: ReadOutcome | None, error: Exception | None = None) -> None:
