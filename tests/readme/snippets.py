@@ -53,6 +53,17 @@ def read_page(text: str) -> Page:
     return page
 
 
+def named_blocks(text: str) -> dict[str, str]:
+    """Return the blocks that a page marks `name=NAME`, for tests that supply what they take for granted."""
+    found: dict[str, str] = {}
+    for block in _BLOCK.finditer(text):
+        for mark in block["marks"].split():
+            if mark.startswith("name="):
+                assert mark.removeprefix("name=") not in found, f"{mark} twice"
+                found[mark.removeprefix("name=")] = block["body"]
+    return found
+
+
 def pattern_of(line: str) -> str:
     """Return a line with all numbers, and all runs of blanks, made equal."""
     return re.sub(r"\s+", " ", re.sub(r"\d+(?:[.,]\d+)*", "#", line)).strip()

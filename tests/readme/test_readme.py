@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.readme.snippets import Page, Step, missing_lines, pattern_of, play, read_page
+from tests.readme.snippets import Page, Step, missing_lines, named_blocks, pattern_of, play, read_page
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 60.0
@@ -43,6 +43,13 @@ def test_a_page_is_read_block_by_block() -> None:
         "```text expect\n1\n\n```\n```python\nnot a file\n```\n```sh run\nls\n```\n"
     )
     assert page == Page({"a.py": "print(1)\n"}, [Step("python a.py\n", True, ["1"]), Step("ls\n", False)])
+
+
+def test_named_blocks_are_found_by_their_names() -> None:
+    page = "```python name=a\nx = 1\n```\n```python\nx = 2\n```\n```sh name=b\nls\n```\n"
+    assert named_blocks(page) == {"a": "x = 1\n", "b": "ls\n"}
+    with pytest.raises(AssertionError, match="name=a twice"):
+        named_blocks(page + page)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ TIMEOUT_S = 30.0
 class Engine:
     """One replica; each of its shards is a worker that holds one layout."""
 
-    def __init__(self, address: str, layouts: Sequence[Layout], replica: str = "engine") -> None:
+    def __init__(self, address: str, layouts: Sequence[Layout], replica: str = "engine", model: str = "m") -> None:
         self._stack = contextlib.ExitStack()
         self._pool = self._stack.enter_context(ThreadPoolExecutor(len(layouts)))
         self._layouts = layouts
@@ -40,7 +40,7 @@ class Engine:
             self._stack.enter_context(
                 connect(
                     address,
-                    model="m",
+                    model=model,
                     replica=replica,
                     shard=layout.shard,
                     num_shards=layout.num_shards,
