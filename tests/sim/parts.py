@@ -15,13 +15,15 @@ class Parts:
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
+        self.rate = 0.2
+        """How often a reader asks, each time that it may; 0 = never."""
         self.asked: dict[bytes, bytes] = {}
         """Where the cuts lie, by the cuts."""
         self.given = 0
 
     def ask(self, life: Life) -> None:
         """Ask a source now and then."""
-        if life.phase != "reading" or not life.sources or self.chance.random() > 0.2:
+        if not self.rate or life.phase != "reading" or not life.sources or self.chance.random() > self.rate:
             return
         source = self.chance.choice(life.sources)
         cuts = len(self.asked).to_bytes(PACKED_CUT_BYTES, "little")
