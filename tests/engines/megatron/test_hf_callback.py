@@ -134,7 +134,7 @@ def test_a_step_that_a_loss_scaler_skipped_makes_no_version(address: str) -> Non
     model = torch.nn.Linear(4, 2)
     publishing = TensorHubTrainerCallback(address, model="m", start_version=7, settings=SETTINGS)
     args, state, control = SimpleNamespace(load_best_model_at_end=False), SimpleNamespace(global_step=3), object()
-    optimizer = SimpleNamespace(step_was_skipped=False)
+    optimizer = SimpleNamespace(step_was_skipped=False, step=lambda: None)
 
     def step(skipped: bool) -> None:
         optimizer.step_was_skipped = skipped

@@ -59,20 +59,29 @@ class Alone:
 
 
 class RanksAgree:
-    """The agreement of a `torch.distributed` group, through a gloo group of its own: no device waits for it."""
+    """The agreement of a `torch.distributed` group: through it, or for all ranks through a gloo group of their own.
+
+    torch can make a group of some ranks only together with all others, or under a name that ranks in different numbers
+    of groups would not agree on; so a group that is given is used itself.
+    """
 
     def __init__(self, group: Any, timeout_s: float) -> None:
-        """Make the group; called by all ranks of `group` (None: all there are). A wait for the others is bounded."""
+        """Make what is needed; called by all ranks of `group` (None: all there are). Waits for others are bounded.
+
+        By `timeout_s` and torch's default, or by what the group was made with.
+        """
         from datetime import timedelta
 
         import torch.distributed as dist
 
-        ranks = None if group is None else dist.get_process_group_ranks(group)
-        patience = timedelta(seconds=timeout_s + _MARGIN_S)
-        local = group is not None
-        self._group = dist.new_group(ranks, timeout=patience, backend="gloo", use_local_synchronization=local)
-        self.rank: int = dist.get_rank(self._group)
-        self.size: int = dist.get_world_size(self._group)
+        self._is_own = group is None
+        if self._is_own:
+            # No device waits for it.
+            group = dist.new_group(timeout=timedelta(seconds=timeout_s + _MARGIN_S), backend="gloo")
+        self._group = group
+        self._device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
+        self.rank: int = dist.get_rank(group)
+        self.size: int = dist.get_world_size(group)
 
     def settle(self, what: str, error: Exception | None, value: int) -> None:
         """Exchange outcomes, and raise the same on all ranks."""
@@ -100,10 +109,10 @@ class RanksAgree:
             raise _lost("comparing ranks", lost) from lost
 
     def close(self) -> None:
-        """Destroy the group, if the process still has it."""
+        """Destroy the group, if it is our own and the process still has it."""
         import torch.distributed as dist
 
-        if self._group is not None and dist.is_initialized():
+        if self._is_own and self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
 
@@ -111,7 +120,7 @@ class RanksAgree:
         import torch
         import torch.distributed as dist
 
-        found = torch.tensor(values, dtype=torch.int64)
+        found = torch.tensor(values, dtype=torch.int64, device=self._device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
         return [int(value) for value in found]
 
@@ -120,7 +129,7 @@ class RanksAgree:
         import torch
         import torch.distributed as dist
 
-        mine = _packed(error)
+        mine = _packed(error).to(self._device)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(found, mine, group=self._group)
         return [_unpacked(row) for row in found]
