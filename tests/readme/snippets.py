@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import runpy
 import signal
 import subprocess
 import time
@@ -62,6 +63,13 @@ def named_blocks(text: str) -> dict[str, str]:
                 assert mark.removeprefix("name=") not in found, f"{mark} twice"
                 found[mark.removeprefix("name=")] = block["body"]
     return found
+
+
+def run_block(block: str, folder: Path, **given: object) -> dict[str, object]:
+    """Run a Python block as a file in `folder`, with some names given; returns what all names mean at its end."""
+    file = folder / "block.py"
+    file.write_text(block, encoding="utf-8")
+    return runpy.run_path(str(file), given)
 
 
 def pattern_of(line: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.readme.snippets import Page, Step, missing_lines, named_blocks, pattern_of, play, read_page
+from tests.readme.snippets import Page, Step, missing_lines, named_blocks, pattern_of, play, read_page, run_block
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 60.0
@@ -50,6 +50,10 @@ def test_named_blocks_are_found_by_their_names() -> None:
     assert named_blocks(page) == {"a": "x = 1\n", "b": "ls\n"}
     with pytest.raises(AssertionError, match="name=a twice"):
         named_blocks(page + page)
+
+
+def test_a_block_runs_with_what_it_is_given(tmp_path: Path) -> None:
+    assert run_block("y = x + 1\n", tmp_path, x=1)["y"] == 2
 
 
 @pytest.mark.parametrize(

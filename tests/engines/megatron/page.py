@@ -7,10 +7,13 @@ import os
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from tests.readme.snippets import run_block
 
 from . import fsdp_trainers, trainers
 from .models import Recipe, build
@@ -20,7 +23,7 @@ from .shares import shares_of
 STEPS = 2
 
 
-def fsdp(rank: int, block: str, hub: str) -> dict[int, dict[str, Array]]:
+def fsdp(rank: int, block: str, hub: str, folder: str) -> dict[int, dict[str, Array]]:
     """Run the block for FSDP2; return the whole weights at each version."""
     found: dict[int, dict[str, Array]] = {}
 
@@ -32,7 +35,7 @@ def fsdp(rank: int, block: str, hub: str) -> dict[int, dict[str, Array]]:
             found[version] = weights
 
     with _hub(hub):
-        exec(block, {"torch": torch, "model": fsdp_trainers.Model(), "train": train})
+        run_block(block, _own(folder, rank), torch=torch, model=fsdp_trainers.Model(), train=train)
     return found
 
 
@@ -44,7 +47,7 @@ def megatron_lm(rank: int, block: str, hub: str, folder: str, recipe: Recipe) ->
     with _hub(hub), _modules({"megatron.training": types.ModuleType("megatron.training"), training.__name__: training}):
         os.chdir(folder)
         sys.modules["megatron.training"].training = training  # type: ignore[attr-defined]
-        exec(block, {})
+        run_block(block, _own(folder, rank))
         assert training.setup_model_and_optimizer("provider", kind="gpt") == (
             built.chunks,
             built.optimizer,
@@ -82,8 +85,15 @@ def bridge(rank: int, block: str, hub: str, folder: str, recipe: Recipe) -> dict
     modules[names[-1]].pretrain = pretrain
     with _hub(hub), _modules(modules):
         os.chdir(folder)
-        exec(block, {"config": None, "forward_step": None})
+        run_block(block, _own(folder, rank), config=None, forward_step=None)
     return found
+
+
+def _own(folder: str, rank: int) -> Path:
+    """Return a folder of this rank's own."""
+    own = Path(folder) / f"rank-{rank}"
+    own.mkdir()
+    return own
 
 
 @contextlib.contextmanager

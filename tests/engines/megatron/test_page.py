@@ -20,7 +20,7 @@ import torch
 from transformers import TrainingArguments
 
 from tensorhub_core import serve
-from tests.readme.snippets import named_blocks, started
+from tests.readme.snippets import named_blocks, run_block, started
 
 from . import fsdp_trainers, page
 from .engine_layouts import engine_layout
@@ -63,7 +63,7 @@ def test_each_trainer_takes_under_ten_lines() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_plain_pytorch(address: str) -> None:
+def test_plain_pytorch(address: str, tmp_path: Path) -> None:
     model = tiny_model()
     versions = []
     with reader_of(address, shapes_of(model)) as reader:
@@ -75,15 +75,16 @@ def test_plain_pytorch(address: str) -> None:
                 versions.append(reader.update())
                 reader.require(weights_of(model))
 
-        exec(BLOCKS["plain"], {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "train": train})
+        optimizer = torch.optim.AdamW(model.parameters())
+        run_block(BLOCKS["plain"], tmp_path, model=model, optimizer=optimizer, train=train)
     assert versions == [1, 2]
 
 
 @pytest.mark.timeout(90)
-def test_fsdp2(ranks: Callable[[int], Ranks], address: str) -> None:
+def test_fsdp2(ranks: Callable[[int], Ranks], address: str, tmp_path: Path) -> None:
     with reader_of(address, fsdp_trainers.SHAPES, "bfloat16") as reader, ThreadPoolExecutor(1) as pool:
         following = pool.submit(reader.follow, page.STEPS)
-        trained = ranks(2).run(page.fsdp, BLOCKS["fsdp"], address)
+        trained = ranks(2).run(page.fsdp, BLOCKS["fsdp"], address, str(tmp_path))
         taken = following.result(60)
         assert sorted(trained[0]) == [1, 2]
         assert 2 in taken
@@ -100,7 +101,7 @@ def test_hugging_face_trainer(address: str, tmp_path: Path) -> None:
     )
     with reader_of(address, shapes_of(model)) as reader, ThreadPoolExecutor(1) as pool:
         following = pool.submit(reader.follow, page.STEPS)
-        exec(BLOCKS["trainer"], {"model": model, "args": args, "data": Lines()})
+        run_block(BLOCKS["trainer"], tmp_path, model=model, args=args, data=Lines())
         assert page.STEPS in following.result(60)
         reader.require(weights_of(model))
 
@@ -141,13 +142,13 @@ def test_a_checkpoint(address: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_by_hand(address: str) -> None:
+def test_by_hand(address: str, tmp_path: Path) -> None:
     whole = torch.arange(24, dtype=torch.float32).reshape(6, 4)
     workers = []
     for rank in range(2):
-        given = {"part": whole[rank * 3 : rank * 3 + 3].clone(), "rank": rank, "world": 2}
-        exec(BLOCKS["by-hand"], given)
-        workers.append(given["worker"])
+        part = whole[rank * 3 : rank * 3 + 3].clone()
+        made: dict[str, Any] = run_block(BLOCKS["by-hand"], tmp_path, part=part, rank=rank, world=2)
+        workers.append(made["worker"])
     with reader_of(address, {"lm_head.weight": (6, 4)}) as reader:
         assert reader.update() == 1
         reader.require({"lm_head.weight": np.asarray(whole)})
