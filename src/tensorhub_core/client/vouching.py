@@ -240,7 +240,7 @@ class Voucher:
         ready = [question for question in questions if self._prepare(question, stock)]
         if not ready:
             return
-        segments, kinds = _range(ready[0]), {}
+        segments, kinds = _range(ready[0]), dict[tuple[bytes, bytes], Cuts]()
         for question in ready:
             if _range(question) == segments and (question.key in kinds or len(kinds) < _MOST_TOGETHER):
                 kinds.setdefault(question.key, _cuts(question))
