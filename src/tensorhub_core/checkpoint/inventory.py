@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tensorhub_core.errors import LayoutMismatch
 from tensorhub_core.layout.canonical import build_layout
+from tensorhub_core.layout.casting import may_cast
 from tensorhub_core.layout.plan import plan_read
 from tensorhub_core.layout.types import Box, Layout, TensorSpec
 
@@ -15,10 +16,11 @@ _MAX_REASONS = 20
 
 @dataclass(frozen=True, slots=True)
 class HeldBy:
-    """One shard of a replica that holds the version."""
+    """One shard of a replica that holds the version; `converted`: not in the publisher's dtypes."""
 
     replica: str
     layout: Layout
+    converted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +35,31 @@ class Inventory:
     aliases: tuple[tuple[str, ...], ...]
     segment_bytes: int
 
+    def in_dtype(self, dtype: str) -> Inventory:
+        """Return the same with all tensors in this dtype that can be converted into it."""
+        tensors = [
+            TensorSpec(tensor.name, dtype, tensor.shape, tensor.boxes)
+            if may_cast(dtype, tensor.dtype, dtype)
+            else tensor
+            for tensor in self.tensors
+        ]
+        return replace(self, tensors=tuple(tensors))
+
 
 def take_inventory(holders: Sequence[HeldBy]) -> Inventory:
     """Return the whole tensors, preferably as one worker holds them by name, else assembled from a replica's boxes.
 
-    Raises LayoutMismatch saying for every replica why its layouts do not add up to whole tensors.
+    Converted ones come last. Raises LayoutMismatch saying for every replica why its layouts do not add up to whole
+    tensors.
     """
     replicas: dict[str, list[Layout]] = {}
     for holder in holders:
         replicas.setdefault(holder.replica, []).append(holder.layout)
     reasons: list[str] = []
-    by_preference = sorted(replicas.items(), key=lambda item: (not _is_whole(item[1]), len(item[1]), item[0]))
+    converted = {holder.replica for holder in holders if holder.converted}
+    by_preference = sorted(
+        replicas.items(), key=lambda item: (item[0] in converted, not _is_whole(item[1]), len(item[1]), item[0])
+    )
     for replica, layouts in by_preference:
         layouts.sort(key=lambda layout: layout.shard)
         reason = _incomplete(layouts)

@@ -14,8 +14,9 @@ from tensorhub_core.cli.progress import byte_progress, terminal_progress
 from tensorhub_core.cli.signals import Stop
 from tensorhub_core.client.connect import connect
 from tensorhub_core.client.oneshot import ask
-from tensorhub_core.errors import TensorHubError
+from tensorhub_core.errors import ConfigError, TensorHubError
 from tensorhub_core.layout.canonical import decode_layout
+from tensorhub_core.layout.casting import check_cast
 from tensorhub_core.layout.types import Layout
 from tensorhub_core.settings import load_settings
 from tensorhub_core.state.messages import Blob, DescribeVersion, GetBlob, VersionLayouts
@@ -29,6 +30,14 @@ def _number(ctx: click.Context, param: click.Parameter, value: str) -> int | Non
     return None if value == "latest" else click.IntRange(min=0)(value, param, ctx)
 
 
+def _dtype(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Return a dtype's full name."""
+    try:
+        return None if value is None else str(check_cast(value))
+    except ConfigError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+
+
 @click.command()
 @click.option("--model", required=True, help="Name of the model.")
 @click.option("--version", default="latest", callback=_number, help="Number of the version. [latest]")
@@ -37,9 +46,16 @@ def _number(ctx: click.Context, param: click.Parameter, value: str) -> int | Non
 @click.option(
     "--max-shard-bytes", type=click.IntRange(min=1), default=MAX_SHARD_BYTES, help="Largest file to write. [5 GB]"
 )
+@click.option("--cast", callback=_dtype, help="Write floating tensors in this dtype: bf16, fp16, fp32, fp64.")
 @server_option
 def pull(
-    model: str, version: int | None, out: Path, timeout_s: float | None, max_shard_bytes: int, server: str | None
+    model: str,
+    version: int | None,
+    out: Path,
+    timeout_s: float | None,
+    max_shard_bytes: int,
+    cast: str | None,
+    server: str | None,
 ) -> None:
     """Write a version, fetched from whoever holds it, as safetensors files to a folder.
 
@@ -49,12 +65,14 @@ def pull(
     target = check_target(out)
     address, settings = existing_server(server)
     inventory = find_inventory(address, model, version, settings.client.connect_timeout_s, client_keys(settings.client))
+    if cast is not None:
+        inventory = inventory.in_dtype(cast)
     tensors, total_bytes = allocate(inventory, target)
     split_shards(tensors, max_shard_bytes)  # refuses what cannot be stored before anything is transferred
     segment_bytes = max(_LEAST_SEGMENT_BYTES, inventory.segment_bytes)
     options = load_settings(cli={"server": address, "segment_bytes": segment_bytes})
     with (
-        connect(address, model=model, spot=True, settings=options) as worker,
+        connect(address, model=model, spot=True, cast=cast or False, settings=options) as worker,
         byte_progress(f"pulling {model}") as report,
     ):
         worker.register((tensor.name, tensor) for tensor in tensors)
@@ -82,7 +100,7 @@ def find_inventory(
         raise TensorHubError(f"the server at {address} answered with {type(described).__name__}")
     digests = {held.layout for held in described.layouts}
     layouts = {digest: _layout(address, model, digest, timeout_s, keys) for digest in digests}
-    return take_inventory([HeldBy(held.replica, layouts[held.layout]) for held in described.layouts])
+    return take_inventory([HeldBy(held.replica, layouts[held.layout], held.converted) for held in described.layouts])
 
 
 def _layout(address: str, model: str, digest: bytes, timeout_s: float, keys: ClientKeys | None) -> Layout:

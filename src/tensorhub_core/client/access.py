@@ -17,7 +17,10 @@ from tensorhub_core.clock import Deadline
 from tensorhub_core.errors import DeadlineExceeded, LayoutMismatch, StateError, TensorHubError, TransportError
 from tensorhub_core.ids import Digest
 from tensorhub_core.layout.canonical import decode_layout, digest_of
+from tensorhub_core.layout.casting import NOT_AGAIN, Cast
+from tensorhub_core.layout.cuts import ExactPolicy
 from tensorhub_core.layout.planner import Planner
+from tensorhub_core.layout.read_plan import ReadPlan
 from tensorhub_core.layout.segments import SegmentTable, segment_table
 from tensorhub_core.layout.types import Layout, Placement
 from tensorhub_core.state.messages import Blob, GetBlob, Reply, Request, Source
@@ -50,11 +53,13 @@ class KnownLayout:
 
 
 class SourceBook:
-    """Describe leased sources to the executor; keeps what it fetched, bounded, and plans. One thread at a time."""
+    """Describe leased sources to the executor; keeps what it fetched, bounded, and plans. One thread at a time.
 
-    def __init__(self, call: Call, transport: str) -> None:
-        self.planner = Planner()
-        """Plans reads of the sources that are described here."""
+    `cast`: which dtypes the worker converts.
+    """
+
+    def __init__(self, call: Call, transport: str, cast: Cast = False) -> None:
+        self._cast, self._planner = cast, Planner()
         self._call = call
         self._transport = transport
         self._most_layouts = _CACHED_LAYOUTS
@@ -65,6 +70,21 @@ class SourceBook:
     def know(self, digest: Digest, layout: Layout, table: SegmentTable) -> None:
         """Remember the worker's own layout: it needs not be fetched."""
         self._remember_layout(digest, KnownLayout(layout, table))
+
+    def plan(
+        self,
+        own: Layout,
+        table: SegmentTable,
+        accesses: Sequence[SourceAccess],
+        exact: Sequence[ExactPolicy | None],
+    ) -> ReadPlan:
+        """Plan how memory of the layout `own` is filled from what was described; raises what `plan_read` raises."""
+        layouts, sums = [access.layout for access in accesses], [access.sums for access in accesses]
+        return self._planner.plan(own, layouts, sums, table, exact, self.casts(accesses))
+
+    def casts(self, accesses: Sequence[SourceAccess]) -> list[Cast]:
+        """Return which dtypes of each source may be converted."""
+        return [NOT_AGAIN if access.converted else self._cast for access in accesses]
 
     def access(self, sources: Sequence[Source], prefixes: dict[str, int], deadline: Deadline) -> list[SourceAccess]:
         """Return what the executor needs of each source; raises SourceFault, or the error of a lost server.
@@ -99,6 +119,7 @@ class SourceBook:
             devices=placement.devices,
             sums=sums,
             prefix=readable,
+            converted=source.converted,
         )
 
     def _layout(self, digest: bytes, deadline: Deadline) -> KnownLayout:

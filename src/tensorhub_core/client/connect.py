@@ -21,6 +21,7 @@ from tensorhub_core.client.session import Session
 from tensorhub_core.client.worker import Worker
 from tensorhub_core.config import ClientConfig
 from tensorhub_core.errors import ConfigError, ServerUnreachable
+from tensorhub_core.layout.casting import check_cast
 from tensorhub_core.observe.counters import WorkerCounters
 from tensorhub_core.observe.log import get_logger
 from tensorhub_core.server.embedded import embedded_address
@@ -57,15 +58,15 @@ def connect(
     `server` is an address, or several, in a list or with commas between: the server and its standbys. None means
     `TENSORHUB_SERVER`, else the embedded server of this user on this machine. `replica` is unique
     by default. `stream` names the life of the version numbers, such as a training run's id. `spot`: this worker may
-    vanish at any time; `keeper`: it is there to keep versions for others, as `tensorhub seed --keep`. `transport` names
-    the data plane: `auto` takes the best for each peer, `nixl`, `tcp` and `cma` (memory of processes on this machine)
-    only what they say; or it is one. Raises ServerUnreachable naming the address after `connect_timeout_s`,
-    ProtocolMismatch, ConfigError, TransportError if threads or files run out. Any thread.
+    vanish at any time; `keeper`: it is there to keep versions for others, as `tensorhub seed --keep`. `cast`: what the
+    worker registers may be filled from a version in another floating dtype, rounded to nearest; the name of a dtype
+    ("bf16", "fp16", "fp32" or torch's): only what is registered in that one. `transport` names the data plane: `auto`
+    takes the best for each peer, `nixl`, `tcp` and `cma` (memory of processes on this machine) only what they say; or
+    it is one. Raises ServerUnreachable naming the address after `connect_timeout_s`, ProtocolMismatch, ConfigError,
+    TransportError if threads or files run out. Any thread.
     """
     filled = load_settings(settings)
     config = filled.client
-    if cast:
-        raise ConfigError("cast=True is not supported by this release: publish in the dtype that readers hold")
     shard, num_shards = _checked_shard(shard, num_shards)
     for what, text in (("model", model), ("replica", replica), ("stream", stream), ("zone", zone), ("host", host)):
         _check_text(what, text)
@@ -82,6 +83,7 @@ def connect(
         host=(config.host or socket.gethostname()) if host is None else host,
         spot=spot,
         keeper=keeper,
+        cast=check_cast(cast),
     )
     return open_worker(Worker, server, identity, transport, filled)
 

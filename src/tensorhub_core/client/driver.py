@@ -291,12 +291,11 @@ class RoundDriver:
             self._verified = carried_over(self._plan, self._verified, plan)
         self._accesses, self._plan, self._plan_key = accesses, plan, key
         self._progress.replicas = {access.lease: access.replica for access in accesses}
-        self.post(Planned())
+        self.post(Planned(plan.casts or any(access.converted for access in accesses)))
 
     def _plan_of(self, own: Layout, table: SegmentTable, accesses: Sequence[SourceAccess]) -> ReadPlan:
         """Plan to read no more than is needed."""
-        layouts, sums = [access.layout for access in accesses], [access.sums for access in accesses]
-        return self._parts.book.planner.plan(own, layouts, sums, table, self._exact(accesses))
+        return self._parts.book.plan(own, table, accesses, self._exact(accesses))
 
     def _exact(self, accesses: Sequence[SourceAccess]) -> list[ExactPolicy | None]:
         """Return when parts of segments are read: never from sources that do not vouch for less than whole ones."""

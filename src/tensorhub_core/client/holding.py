@@ -15,7 +15,8 @@ class Holding:
     `held`: the version in memory under the commitment not to change it. `published`: it is offered to others.
     `draining`: it is being taken back, readers may still see it. `dirty`: a read was broken off in it. `origin`: the
     version of the last committed round in it, which the worker may publish again as a holder, not as its creator.
-    `digest`: of the checksums of `held`. `staged`: the version that waits in staging memory to be installed.
+    `converted`: `origin` was converted from other
+    dtypes. `digest`: of the checksums of `held`. `staged`: the version that waits in staging memory to be installed.
     """
 
     registered: bool = False
@@ -24,6 +25,7 @@ class Holding:
     draining: bool = False
     dirty: bool = False
     origin: VersionKey | None = None
+    converted: bool = False
     digest: bytes | None = None
     staged: VersionKey | None = None
 
@@ -110,9 +112,10 @@ class Holding:
         self.held = self.held if keep else None
         self.published = self.draining = False
 
-    def now_committed(self, key: VersionKey, published: bool) -> None:
+    def now_committed(self, key: VersionKey, published: bool, converted: bool = False) -> None:
         """Note a committed round."""
         self.held = self.origin = key
+        self.converted = converted
         self.published, self.draining, self.dirty = published, False, False
 
     def now_spoiled(self) -> None:
@@ -120,11 +123,14 @@ class Holding:
         self.held = self.origin = None
         self.published, self.dirty = False, True
 
-    def held_epoch(self, number: int, fresh: bool) -> int | None:
-        """Return the epoch under which a holder publishes `number` again; None: it creates the version."""
+    def origin_of(self, number: int, fresh: bool) -> tuple[int | None, bool]:
+        """Return the epoch under which a holder publishes `number` again, and whether that was converted.
+
+        None: it creates the version.
+        """
         if fresh or self.origin is None or self.origin[1] != number:
-            return None
-        return self.origin[0]
+            return None, False
+        return self.origin[0], self.converted
 
 
 def _number(key: VersionKey | None) -> str:

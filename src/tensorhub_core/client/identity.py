@@ -7,6 +7,7 @@ from typing import Protocol
 
 from tensorhub_core.errors import TensorHubError, error_from_wire
 from tensorhub_core.ids import VersionKey
+from tensorhub_core.layout.casting import Cast
 from tensorhub_core.state.messages import PROTOCOL, Ended, Failure, Held, Hello, PutBlob, Register, Reply, Welcome
 
 
@@ -25,6 +26,8 @@ class Identity:
     spot: bool = False
     observer: bool = False
     keeper: bool = False
+    cast: Cast = False
+    """Which dtypes it converts; the server needs not know."""
 
 
 @dataclass(frozen=True, slots=True)

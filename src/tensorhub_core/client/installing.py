@@ -167,12 +167,13 @@ class InstallDriver(RoundDriver):
         *,
         copies: CopyList,
         staged_sums: PutBlob,
+        converted: bool = False,
     ) -> None:
         super().__init__(state, parts, life, deadline, progress)
-        self._copies, self._staged_sums = copies, staged_sums
+        self._copies, self._staged_sums, self._converted = copies, staged_sums, converted
 
     def _make_plan(self, keep: bool) -> None:
-        self.post(Planned())
+        self.post(Planned(self._converted))
 
     def _read(self) -> None:
         self._handle = LocalCopy(self._copies, self._progress, copy_threads())

@@ -89,8 +89,9 @@ def step(state: RoundState, event: Event, now: float) -> tuple[RoundState, list[
         case Answered(asked, reply):
             if asked == state.asked:
                 answered(s, reply)
-        case Planned():
+        case Planned(converted):
             if state.phase is Phase.PLANNING:
+                state.converted |= converted
                 proceed(s)
         case PlanFailed(error, lease):
             if state.phase is Phase.PLANNING:

@@ -192,7 +192,7 @@ def confirm(s: Step) -> None:
     """Ask whether the leases stood until the end (law L4)."""
     assert s.state.sums is not None
     corrupt = tuple(source.lease for source in s.state.sources if lease_of(s.state, source.lease) in s.state.corrupt)
-    s.ask(Done(s.state.number, s.state.sums, corrupt), Phase.CONFIRMING)
+    s.ask(Done(s.state.number, s.state.sums, corrupt, s.state.converted), Phase.CONFIRMING)
     s.state.done_asked = s.state.asked
 
 

@@ -44,12 +44,13 @@ _CACHED_LAYOUTS = 64
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One shard of a replica that holds a version whole."""
+    """One shard of a replica that holds a version whole; `converted`: not in the publisher's dtypes."""
 
     replica: str
     shard: int
     num_shards: int
     layout: Layout
+    converted: bool = False
 
 
 class Observer:
@@ -106,7 +107,7 @@ class Observer:
         deadline = self._deadline(timeout_s)
         described = self._describe(version, deadline)
         held = [
-            Held(row.replica, row.shard, row.num_shards, self._layout(row.layout, deadline))
+            Held(row.replica, row.shard, row.num_shards, self._layout(row.layout, deadline), row.converted)
             for row in described.layouts
         ]
         return Version(described.number, described.epoch), held

@@ -46,6 +46,8 @@ class Original:
     """Names a tensor whose memory was given back to the system since it was registered."""
     trusted: bool = True
     """The caller has not been told that the memory is free again."""
+    converted: bool = False
+    """It is not in the dtypes of the version's publisher."""
 
     @property
     def total_bytes(self) -> int:
@@ -71,7 +73,8 @@ class OffloadMemory:
         data = msgspec.msgpack.encode(Placement(transport.name, agent, addresses, ("cpu",), devices))
         self.placement = PutBlob(digest_of(data), data)
         digests = (original.layout.digest, self.placement.digest, original.sums.digest)
-        self.held = Held(*original.key, *digests, original.total_bytes, len(table), original.portable)
+        sizes = (original.total_bytes, len(table))
+        self.held = Held(*original.key, *digests, *sizes, original.portable, original.converted)
         """What a hello says of the copy."""
 
     def fill(

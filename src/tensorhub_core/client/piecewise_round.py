@@ -29,6 +29,7 @@ from tensorhub_core.clock import Deadline
 from tensorhub_core.errors import StateError, VersionUnavailable
 from tensorhub_core.ids import VersionKey
 from tensorhub_core.layout.canonical import build_layout
+from tensorhub_core.layout.casting import Cast, check_cast
 from tensorhub_core.layout.excerpts import Excerpts
 from tensorhub_core.layout.match import match
 from tensorhub_core.layout.pieces import SourceTables
@@ -114,6 +115,7 @@ class PiecewiseDriver(RoundDriver):
         self._progress = self._of_all
         self._content: object = None
         self._excerpts: Excerpts | None = None
+        self._casts: list[Cast] = []
         self._corrupt: set[str] = set()
         passage.on_given_up(self._break)
 
@@ -155,10 +157,12 @@ class PiecewiseDriver(RoundDriver):
 
     def _plan_of(self, own: Layout, table: SegmentTable, accesses: Sequence[SourceAccess]) -> ReadPlan:
         """Plan a portion at its own cost: there may be thousands of them."""
-        layouts = [access.layout for access in accesses]
-        if self._excerpts is None or not self._excerpts.are_of(layouts):
-            self._excerpts = Excerpts(layouts, [access.table for access in accesses])
-        return self._excerpts.plan(own, [access.sums for access in accesses], self._exact(accesses))
+        layouts, casts = [access.layout for access in accesses], self._parts.book.casts(accesses)
+        if self._excerpts is None or not self._excerpts.are_of(layouts) or casts != self._casts:
+            # A portion does not see what lacks.
+            match(self._passage.memory.layout, layouts, SourceTables(layouts, None), casts)
+            self._excerpts, self._casts = Excerpts(layouts, [access.table for access in accesses]), casts
+        return self._excerpts.plan(own, [access.sums for access in accesses], self._exact(accesses), casts)
 
     def _plan_next(self) -> None:
         self._plan, self._verified = self._plan_of(self._passage.layout, self._passage.table, self._accesses), None
@@ -240,7 +244,6 @@ class PieceReader(Worker):
                 return
             if check is not None:
                 check(layouts)
-            match(passage.memory.layout, layouts, SourceTables(layouts, None))  # a portion does not see what lacks
             judged[:] = layouts
 
         try:
@@ -310,6 +313,7 @@ def connect_piecewise(
     shard: int = 0,
     num_shards: int = 1,
     zone: str | None = None,
+    cast: Cast = False,
     transport: str | Transport = "auto",
     settings: Mapping[str, object] | Settings | None = None,
 ) -> PieceReader:
@@ -324,5 +328,6 @@ def connect_piecewise(
         zone=filled.client.zone if zone is None else zone,
         host=filled.client.host or socket.gethostname(),
         spot=True,
+        cast=check_cast(cast),
     )
     return open_worker(PieceReader, server, identity, transport, filled)

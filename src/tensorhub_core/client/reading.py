@@ -23,7 +23,8 @@ from tensorhub_core.layout.types import Layout
 class SourceAccess:
     """One leased source: `addresses` u64 [storages], `devices` one name per storage, `sums` u64 [segments].
 
-    `prefix` segments may be read now; a whole source has `prefix == len(sums)`.
+    `prefix` segments may be read now; a whole source has `prefix == len(sums)`. `converted`: its numbers were converted
+    from another dtype.
     """
 
     lease: str
@@ -35,6 +36,7 @@ class SourceAccess:
     devices: tuple[str, ...]
     sums: NDArray[np.uint64]
     prefix: int
+    converted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

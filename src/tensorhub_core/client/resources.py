@@ -83,14 +83,14 @@ class Resources:
         self.session.request(register, deadline)
         self.serving = True
 
-    def stand(self, key: VersionKey, sums: PutBlob, life: int) -> None:
+    def stand(self, key: VersionKey, sums: PutBlob, life: int, converted: bool = False) -> None:
         """Say after every further hello that the memory holds `key`, offered to all; the server said so in `life`."""
         memory, standing = self.memory, self.session.standing
         assert memory is not None
         assert standing.register is not None
         where = standing.register
         sizes = (memory.total_bytes, memory.num_segments)
-        held = Held(*key, where.layout, where.placement, sums.digest, *sizes, memory.portable)
+        held = Held(*key, where.layout, where.placement, sums.digest, *sizes, memory.portable, converted)
         self.session.standing = Standing(held, (*standing.blobs[:2], sums), where)
         self.uncertain = None
         self.voucher.look_ahead(Stock(held.layout, held.placement, sums, memory))
@@ -126,9 +126,9 @@ class Resources:
         portable, gone = memory.portable, memory.gone
         held = standing.held
         if held is not None and (held.epoch, held.number) == key:
-            return Original(key, memory, layout, standing.blobs[2], portable, gone)
+            return Original(key, memory, layout, standing.blobs[2], portable, gone, converted=held.converted)
         if room.memory is not None and room.holds is not None and room.holds[0] == key:
-            return Original(key, room.memory, layout, room.holds[1], portable)
+            return Original(key, room.memory, layout, room.holds[1], portable, converted=room.holds[2])
         if self.uncertain is not None and self.uncertain[0] == key[1]:
             return Original(key, memory, layout, self.uncertain[1], portable, gone, trusted=False)
         return None

@@ -67,6 +67,8 @@ class RoundState:
     running: bool = False
     replan: bool = False
     complete: bool = False
+    converted: bool = False
+    """Some of what was read was converted, here or before."""
     sums: bytes | None = None
     corrupt: tuple[str, ...] = ()
     """Leases, as the last read knew them, of sources that gave wrong bytes which another one gave right."""
@@ -102,7 +104,9 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The plan stands."""
+    """The plan stands; `converted`: the memory will not be in the dtypes of the version's publisher."""
+
+    converted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

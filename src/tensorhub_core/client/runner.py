@@ -48,10 +48,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class StagedVersion:
-    """What a stage round has brought: `sums` None if the registered memory holds the version already."""
+    """What a stage round has brought: `sums` None if the registered memory holds the version already.
+
+    `converted`: it was converted from other dtypes.
+    """
 
     key: VersionKey
     sums: PutBlob | None
+    converted: bool = False
 
 
 class RoundRunner:
@@ -81,7 +85,7 @@ class RoundRunner:
         """Copy what is staged into the registered memory, once all shards have it; returns or raises like `fill`."""
         assert what.sums is not None
         parts = self._parts(call, memory, book, self._resources.executor, self._withdraw)
-        make = functools.partial(InstallDriver, copies=copies, staged_sums=what.sums)
+        make = functools.partial(InstallDriver, copies=copies, staged_sums=what.sums, converted=what.converted)
         return self._conclude(*self._run(call, what.key, self._offered, parts, make))
 
     def stage(
@@ -95,7 +99,7 @@ class RoundRunner:
             raise self._error_of(driver, end)
         assert end.key is not None
         self._mailbox.counters.commits += int(not end.held)
-        return StagedVersion(end.key, None if end.held else driver.sums)
+        return StagedVersion(end.key, None if end.held else driver.sums, driver.state.converted)
 
     def pass_through(
         self, call: Call, passing: FilledMemory, book: SourceBook, have: VersionKey | None, make: MakeDriver
@@ -177,11 +181,12 @@ class RoundRunner:
             if end.held and holding.held != end.key:
                 raise StateError(f"the server takes the memory for version {end.key[1]}: call unpublish(), then again")
             if not end.held:
-                holding.now_committed(end.key, end.published)
+                converted = driver.state.converted
+                holding.now_committed(end.key, end.published, converted)
                 self._mailbox.counters.commits += 1
                 holding.digest = None if driver.sums is None else driver.sums.digest
                 if end.published and driver.sums is not None:
-                    self._resources.stand(end.key, driver.sums, driver.life)
+                    self._resources.stand(end.key, driver.sums, driver.life, converted)
             return Version.of(end.key)
         if end.dirty:
             holding.now_spoiled()
@@ -199,7 +204,7 @@ class RoundRunner:
             self.lost = True
             self._session.close()
         unheard = driver.life != self._mailbox.newest()[1]
-        self._miscounted = driver.state.key is None or unheard
+        self._miscounted = driver.state.key is None or driver.state.rejoins > 0 or unheard
         silent = not self._session.answers()
         if unheard:  # the word that the round is left may have gone with an earlier connection
             self._session.say_hello_again()

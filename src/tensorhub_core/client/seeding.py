@@ -136,19 +136,21 @@ class Seeder:
 def choose_layouts(held: Iterable[Held], ours: set[str], known: Sequence[Layouts]) -> Layouts | None:
     """Return the layouts of one replica that is not ours and has all shards, None if there is none.
 
-    Those that everyone can read come before processed ones, and what memory is there for before others.
+    Those that everyone can read come before processed ones, the publisher's dtypes before converted ones, and what
+    memory is there for before others.
     """
     replicas: dict[str, dict[int, Held]] = {}
     for row in held:
         if row.replica not in ours:
             replicas.setdefault(row.replica, {})[row.shard] = row
-    found: list[tuple[bool, bool, int, str, Layouts]] = []
+    found: list[tuple[bool, bool, bool, int, str, Layouts]] = []
     for replica, shards in replicas.items():
         layouts = tuple(shards[shard].layout for shard in sorted(shards))
         if sorted(shards) == list(range(shards[min(shards)].num_shards)):
             processed = any(layout.tag for layout in layouts)
-            found.append((processed, layouts not in known, len(layouts), replica, layouts))
-    return min(found, key=lambda entry: entry[:4])[4] if found else None
+            converted = any(row.converted for row in shards.values())
+            found.append((processed, converted, layouts not in known, len(layouts), replica, layouts))
+    return min(found, key=lambda entry: entry[:5])[5] if found else None
 
 
 def together(calls: Sequence[Callable[[], object]], stopped: Callable[[], bool] = lambda: False) -> bool:

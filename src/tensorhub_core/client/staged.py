@@ -130,7 +130,7 @@ class Stager:
             self._offered = False
             return what, self._holding.digest
         self._current, self._copies = what, copies
-        room.holds = (what.key, what.sums)
+        room.holds = (what.key, what.sums, what.converted)
         self._holding.staged, self._wanted = what.key, call.want is not None
         return what, what.sums.digest
 

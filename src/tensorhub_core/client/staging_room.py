@@ -29,7 +29,7 @@ class StagingRoom:
         self.memory: StagedMemory | None = None
         self.placement: bytes = b""
         """Tells peers where the staging memory lies."""
-        self.holds: tuple[VersionKey, PutBlob] | None = None
+        self.holds: tuple[VersionKey, PutBlob, bool] | None = None
         """The version that is there, and its checksums."""
 
     @property

@@ -22,7 +22,8 @@ from tensorhub_core.client.transfers import Schedule
 from tensorhub_core.errors import TransportError
 from tensorhub_core.layout.dtypes import dtype_bytes
 from tensorhub_core.layout.read_plan import ReadPlan, shape_of_read
-from tensorhub_core.layout.scatter import scatter_bytes
+from tensorhub_core.layout.regions import Point
+from tensorhub_core.layout.scatter import Scatter, cast_box, scatter_bytes, scatter_cast
 from tensorhub_core.layout.segments import segment_box
 from tensorhub_core.layout.types import Checksum
 from tensorhub_core.limits import start_thread
@@ -153,16 +154,31 @@ class Checker:
             return self._devices.write(here.devices[storage], address, segment)
         source = self._sources[plan.source[read]]
         box = segment_box(source.layout, source.table, int(plan.segment[read]))
+        dtype = source.layout.tensors[source.layout.storages[box.storage][0]].dtype
+        shape = shape_of_read(plan, read, box.shape, dtype_bytes(dtype))
         for scatter in plan.scatters[read]:
-            spec = here.layout.tensors[here.layout.storages[scatter.storage][0]]
-            buffer, item_bytes = here.buffers[scatter.storage], dtype_bytes(spec.dtype)
-            shape = shape_of_read(plan, read, box.shape, item_bytes)
-            if buffer is not None:
-                scatter_bytes(segment, shape, scatter, buffer, spec.shape, item_bytes)
-                continue
-            assert self._devices is not None
-            place = here.devices[scatter.storage], int(here.addresses[scatter.storage])
-            self._devices.scatter(segment, shape, scatter, *place, spec.shape, item_bytes)
+            self._scatter(segment, shape, dtype, scatter)
+
+    def _scatter(self, segment: NDArray[np.uint8], shape: Point, dtype: str, scatter: Scatter) -> None:
+        """Copy a box out of a staged segment [shape]; numbers for a device are converted here too.
+
+        A processor and a device would make different bits of a NaN, but all readers are to hold the same.
+        """
+        here = self._destination
+        spec = here.layout.tensors[here.layout.storages[scatter.storage][0]]
+        buffer = here.buffers[scatter.storage]
+        if buffer is not None:
+            if dtype == spec.dtype:
+                scatter_bytes(segment, shape, scatter, buffer, spec.shape, dtype_bytes(dtype))
+            else:
+                scatter_cast(segment, shape, scatter, buffer, spec.shape, (dtype, spec.dtype))
+            return
+        assert self._devices is not None
+        if dtype != spec.dtype:
+            segment, scatter = cast_box(segment, shape, scatter, (dtype, spec.dtype))
+            shape = scatter.shape
+        place = here.devices[scatter.storage], int(here.addresses[scatter.storage])
+        self._devices.scatter(segment, shape, scatter, *place, spec.shape, dtype_bytes(spec.dtype))
 
 
 def choose_checks(policy: str, reads: int, chance: np.random.Generator) -> NDArray[np.bool_] | None:

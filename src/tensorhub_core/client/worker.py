@@ -144,8 +144,8 @@ class Worker:
             blob = pack_sums(memory.sums())
             sums, life = PutBlob(digest_of(blob), blob), self._session.hellos
             self._session.request(sums, deadline)
-            held_epoch = self._holding.held_epoch(number, fresh)
-            offer = Publish(number, sums.digest, held_epoch, self._resources.offloads.room_bytes())
+            held_epoch, converted = self._holding.origin_of(number, fresh)
+            offer = Publish(number, sums.digest, held_epoch, self._resources.offloads.room_bytes(), converted)
             try:
                 reply = self._session.request(offer, deadline)
             except BaseException as error:
@@ -157,7 +157,7 @@ class Worker:
                 self._session.created = (reply.epoch, reply.number)
             self._holding.now_published((reply.epoch, reply.number))
             self._holding.digest = sums.digest
-            self._resources.stand((reply.epoch, reply.number), sums, life)
+            self._resources.stand((reply.epoch, reply.number), sums, life, converted)
             self.counters.published += 1
             return Version(reply.number, reply.epoch)
 
@@ -328,7 +328,7 @@ class Worker:
     def _serve(self, memory: RegisteredMemory, deadline: Deadline) -> None:
         self._resources.serve(memory, deadline)
         if self._book is None:
-            self._book = SourceBook(self._session.request, self._resources.transport.name)
+            self._book = SourceBook(self._session.request, self._resources.transport.name, self._identity.cast)
         self._book.know(memory.fingerprint, memory.layout, memory.table)
 
     def _served_memory(self, deadline: Deadline) -> RegisteredMemory:

@@ -124,13 +124,20 @@ def _loaded(memory: EngineMemory) -> str:
 
 
 def _by_preference(held: Sequence[Held]) -> list[list[Layout]]:
-    """Return the complete replicas in plain bytes, those with fewer shards first: they name the most tensors."""
+    """Return the complete replicas in plain bytes, those with fewer shards first: they name the most tensors.
+
+    Behind them those in other dtypes than the publisher's, which are read when there are no others.
+    """
     replicas: dict[str, list[Held]] = {}
     for row in held:
         replicas.setdefault(row.replica, []).append(row)
     whole = [
-        [row.layout for row in rows]
+        rows
         for _, rows in sorted(replicas.items())
         if len(rows) == rows[0].num_shards and all(row.layout.tag == IDENTITY_TAG for row in rows)
     ]
-    return sorted(whole, key=lambda layouts: (any(spec.boxes for spec in layouts[0].tensors), len(layouts)))
+
+    def cost(rows: list[Held]) -> tuple[bool, bool, int]:
+        return any(row.converted for row in rows), any(spec.boxes for spec in rows[0].layout.tensors), len(rows)
+
+    return [[row.layout for row in rows] for rows in sorted(whole, key=cost)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from tensorhub_core.layout.placing import Placing
 from tensorhub_core.layout.read_plan import ReadPlan
 from tensorhub_core.layout.regions import Point, align, c_strides, is_contiguous
 from tensorhub_core.layout.segments import Grid
+from tensorhub_core.layout.types import TensorSpec
 
 MAX_LANDINGS = 1 << 22
 """Places where the segments of one plan may land; more of them would be a few bytes each."""
@@ -86,6 +88,7 @@ def _plan(
         total_bytes=int(length_bytes.sum()),
         cut=np.where(is_cut, np.cumsum(is_cut) - 1, -1).astype(np.int32),
         cuts=choices.cuts(segment[is_cut], choice[is_cut]),
+        casts=any(piece.casts for piece in pieces),
     )
 
 
@@ -137,7 +140,7 @@ def _need_of(landing: list[int], pieces: Sequence[Piece], tables: SourceTables, 
 def _need(piece: Piece, start: Point, length: Point, shape: Point) -> Need:
     """Describe a part of a piece in one segment."""
     full = piece.dst_spec.shape
-    lands = is_contiguous(align(length, len(full), 1), full)
+    lands = not piece.casts and is_contiguous(align(length, len(full), 1), full)
     return Need(start, length, shape, dtype_bytes(piece.src_spec.dtype), lands)
 
 
@@ -146,14 +149,22 @@ def _landings(pieces: Sequence[Piece], tables: SourceTables, choices: Choices) -
     sizes: list[int] = []
     blocks: list[_Columns] = []
     count = 0
+    kinds: dict[tuple[object, ...], tuple[bool, bool, int]] = {}
+    places: dict[tuple[Point, str], Point] = {}
     for number, piece in enumerate(pieces):
         first, segments = tables.segments(piece.source, piece.src_storage)
+        spec, into = piece.src_spec, piece.dst_spec
+        # Most pieces of a model are like others: what holds for one is worked out once.
+        kind = (piece.source, spec.shape, spec.dtype, piece.src_start, piece.shape, into.shape, into.dtype)
+        if kind not in kinds:
+            kinds[kind] = _kind(piece, segments, choices)
+        in_runs, lands, choice = kinds[kind]
+        steps = places.get((into.shape, into.dtype))
+        if steps is None:
+            steps = places[into.shape, into.dtype] = _steps(into)
+        offset = sum(map(mul, piece.dst_start, steps))
         key = (piece.source << _SOURCE_SHIFT) + first
-        offset, whole = _place(piece)
-        if segments == 1 or whole:
-            lands, choice = whole, WHOLE
-            if not covers_source(piece):
-                lands, choice = _choose(piece, choices)
+        if in_runs:
             runs.append((key, piece.dst_storage, offset, number, lands, choice))
             sizes.append(segments)
             count += segments
@@ -167,12 +178,23 @@ def _landings(pieces: Sequence[Piece], tables: SourceTables, choices: Choices) -
     )
 
 
-def _choose(piece: Piece, choices: Choices) -> tuple[bool, int]:
-    """Choose what to read for a part of a tensor that is one segment."""
-    shape = piece.src_spec.shape
+def _steps(spec: TensorSpec) -> Point:
+    """Return the bytes from one element to the next along each axis."""
+    item_bytes = dtype_bytes(spec.dtype)
+    return tuple(stride * item_bytes for stride in c_strides(spec.shape))
+
+
+def _kind(piece: Piece, segments: int, choices: Choices) -> tuple[bool, bool, int]:
+    """Return whether a piece is a run of whole segments or in a single one, whether it lands, and what is read."""
+    shape, full = piece.src_spec.shape, piece.dst_spec.shape
+    if covers_source(piece):
+        whole = not piece.casts and is_contiguous(align(piece.shape, len(full), 1), full)
+        return segments == 1 or whole, whole, WHOLE
+    if segments > 1:
+        return False, False, WHOLE
     need = _need(piece, piece.src_start, align(piece.shape, len(shape), 1), shape)
     choice = choices.for_one(piece.source, need)
-    return choices.lands(choice, need), choice
+    return True, choices.lands(choice, need), choice
 
 
 def _runs(firsts: _Columns, sizes: _Ints, tables: SourceTables) -> _Columns:
@@ -185,14 +207,6 @@ def _runs(firsts: _Columns, sizes: _Ints, tables: SourceTables) -> _Columns:
         mine = source == number
         columns[_OFFSET, mine] += table.offset_bytes[segment[mine]].astype(np.int64)
     return columns
-
-
-def _place(piece: Piece) -> tuple[int, bool]:
-    """Return where the piece begins in its storage, in bytes, and whether it is a whole source tensor in one run."""
-    full = piece.dst_spec.shape
-    corner = sum(at * stride for at, stride in zip(piece.dst_start, c_strides(full), strict=True))
-    whole = covers_source(piece) and is_contiguous(align(piece.shape, len(full), 1), full)
-    return corner * dtype_bytes(piece.dst_spec.dtype), whole
 
 
 def _block(piece: Piece, tables: SourceTables, choices: Choices, key: int, number: int, offset: int) -> _Columns:

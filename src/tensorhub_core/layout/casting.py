@@ -21,6 +21,18 @@ def check_cast(value: object) -> Cast:
     return name
 
 
+NOT_AGAIN: Cast = ""
+"""What a reader that converts may do with numbers that were converted before: nothing, or rounding twice would give
+others other bits."""
+
+
+def hint(cast: Cast) -> str:
+    """Return what a reader can do whose `cast` does not let it convert dtypes that can be converted."""
+    if cast == NOT_AGAIN:
+        return "the version is held by readers that have converted it, and no number is converted twice"
+    return f"cast={cast!r} converts into that one only" if cast else "connect() with cast=True would convert dtypes"
+
+
 def may_cast(cast: Cast, source: str, destination: str) -> bool:
     """Tell whether a tensor of dtype `source` may fill one of dtype `destination`, equal ones aside."""
     wanted = cast is True or cast == destination

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorhub_core.layout.casting import Cast
 from tensorhub_core.layout.cuts import ExactPolicy
 from tensorhub_core.layout.holdings import holdings_of
 from tensorhub_core.layout.plan import plan_read
@@ -36,6 +37,7 @@ class Excerpts:
         destination: Layout,
         sums: Sequence[NDArray[np.uint64]],
         exact: Sequence[ExactPolicy | None],
+        cast: Cast | Sequence[Cast] = False,
     ) -> ReadPlan:
         """Return what `plan_read` returns for a destination all of whose tensors have boxes, and raise what it raises.
 
@@ -48,7 +50,7 @@ class Excerpts:
             parts.append(_part_of(source, storages))
             segments.append(_segments_of(table, storages))
         mine = [own[which] for own, which in zip(sums, segments, strict=True)]
-        plan = plan_read(destination, parts, mine, None, exact)
+        plan = plan_read(destination, parts, mine, None, exact, cast)
         return _in_the_whole(plan, segments)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 from tensorhub_core.errors import LayoutMismatch
 from tensorhub_core.layout.agree import conflicts, same_bytes
+from tensorhub_core.layout.casting import Cast, hint, may_cast
 from tensorhub_core.layout.checks import quote
 from tensorhub_core.layout.cover import Cover
 from tensorhub_core.layout.dtypes import dtype_bytes
@@ -21,17 +22,25 @@ Wanted = tuple[str, Holding]
 """A logical name with the destination's region of it (`source` is meaningless there)."""
 
 
-def match(destination: Layout, sources: Sequence[Layout], tables: SourceTables) -> list[Piece]:
-    """Return the pieces that fill the destination; raises LayoutMismatch listing all differences."""
-    matcher = _Matcher(destination, sources, tables)
+def match(
+    destination: Layout, sources: Sequence[Layout], tables: SourceTables, casts: Sequence[Cast] = ()
+) -> list[Piece]:
+    """Return the pieces that fill the destination; raises LayoutMismatch listing all differences.
+
+    `casts`: by source, which dtypes may be converted; () = none.
+    """
+    matcher = _Matcher(destination, sources, tables, casts)
     pieces = matcher.match()
     if matcher.differences:
-        raise mismatch(matcher.differences)
+        raise mismatch(matcher.differences, matcher.hints)
     return pieces
 
 
-def mismatch(differences: Sequence[str]) -> LayoutMismatch:
-    """Build the error that lists all differences; its text stops at a size that logs and messages can bear."""
+def mismatch(differences: Sequence[str], hints: Iterable[str] = ()) -> LayoutMismatch:
+    """Build the error that lists all differences; its text stops at a size that logs and messages can bear.
+
+    `hints` say what the caller can do about some of them.
+    """
     lines: list[str] = []
     room = MAX_MESSAGE_CHARS
     for line in differences:
@@ -41,12 +50,15 @@ def mismatch(differences: Sequence[str]) -> LayoutMismatch:
             break
         lines.append(line)
     head = f"{len(differences)} difference{'s' * (len(differences) != 1)} between registered tensors and the version"
-    return LayoutMismatch("\n- ".join((head + ":", *lines)), tuple(differences))
+    return LayoutMismatch("\n- ".join(("; ".join((head, *hints)) + ":", *lines)), tuple(differences))
 
 
 class _Matcher:
-    def __init__(self, destination: Layout, sources: Sequence[Layout], tables: SourceTables) -> None:
+    def __init__(
+        self, destination: Layout, sources: Sequence[Layout], tables: SourceTables, casts: Sequence[Cast]
+    ) -> None:
         self._destination = destination
+        self._casts = list(casts) or [False] * len(sources)
         self._sources = sources
         self._tables = tables
         self._cover = Cover(len(sources), destination.shard)
@@ -54,6 +66,7 @@ class _Matcher:
         self._own = self._own_source()
         self._index: Mapping[str, list[Holding]] = {}
         self.differences: list[str] = []
+        self.hints: dict[str, None] = {}
 
     def match(self) -> list[Piece]:
         """Collect pieces and differences in canonical order."""
@@ -130,10 +143,14 @@ class _Matcher:
 
     def _is_whole(self, logical: str, region: Holding) -> bool:
         """Tell whether a tensor is wanted exactly as every source that has it holds it."""
-        spec = region.spec
-        return spec.boxes is None and all(
-            each.spec.boxes is None and each.spec.shape == spec.shape and each.spec.dtype == spec.dtype
-            for each in self._index[logical]
+        spec, held = region.spec, self._index[logical]
+        dtype = held[0].spec.dtype
+        return (
+            spec.boxes is None
+            and all(
+                each.spec.boxes is None and each.spec.shape == spec.shape and each.spec.dtype == dtype for each in held
+            )
+            and (dtype == spec.dtype or self._differs(spec.dtype, held) is None)
         )
 
     def _take_whole(self, logical: str, region: Holding) -> list[Piece]:
@@ -147,9 +164,8 @@ class _Matcher:
     def _compare_kinds(self, region: Holding, held: list[Holding]) -> tuple[str, str] | None:
         """Return what differs in dtype or shape, or None."""
         spec = region.spec
-        kinds = {holding.spec.dtype for holding in held}
-        if kinds != {spec.dtype}:
-            return "dtype", f"registered {spec.dtype}, the version has {' and '.join(sorted(kinds))}"
+        if (differs := self._differs(spec.dtype, held)) is not None:
+            return "dtype", differs
         rank = len(region.lo)
         others = {len(holding.lo) for holding in held} - {rank}
         if others:
@@ -167,6 +183,23 @@ class _Matcher:
             end = tuple(max(corner) for corner in zip(*(holding.hi for holding in held), strict=True))
             have = tuple(map(max, end, spec.shape))
         return None if have == spec.shape else ("shape", f"registered {spec.shape}, the version has {have}")
+
+    def _differs(self, dtype: str, held: list[Holding]) -> str | None:
+        """Return why what is held cannot fill a tensor of a dtype, or None if it can, as it is or converted.
+
+        Sources of several dtypes hold different values: which of them come must not depend on who is asked.
+        """
+        kinds = sorted({holding.spec.dtype for holding in held})
+        if kinds == [dtype]:
+            return None
+        text = f"registered {dtype}, the version has {' and '.join(kinds)}"
+        if len(kinds) > 1:
+            return text
+        if all(may_cast(self._casts[holding.source], kinds[0], dtype) for holding in held):
+            return None
+        if may_cast(True, kinds[0], dtype):
+            self.hints[hint(self._casts[held[0].source])] = None
+        return text
 
     def _compare_copies(self) -> None:
         """Refuse a version whose sources hold different bytes for one region of a logical tensor."""

@@ -18,9 +18,10 @@ from tensorhub_core.layout.types import Layout, TensorSpec
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Bytes that move as one box: from a source's storage to a storage of the destination, in elements.
+    """Numbers that move as one box: from a source's storage to a storage of the destination, in elements.
 
-    `src_start` has the rank of the source's tensor, `dst_start` that of the destination's, `shape` the longer of both.
+    They are bytes as they are, or converted where the dtypes differ. `src_start` has the rank of the source's tensor,
+    `dst_start` that of the destination's, `shape` the longer of both.
     """
 
     source: int
@@ -31,6 +32,11 @@ class Piece(msgspec.Struct, frozen=True):
     dst_spec: TensorSpec
     dst_start: Point
     shape: Point
+
+    @property
+    def casts(self) -> bool:
+        """Tell whether the numbers are converted: they then take other bytes here than there."""
+        return self.src_spec.dtype != self.dst_spec.dtype
 
 
 class Part(NamedTuple):
@@ -93,8 +99,9 @@ def _local(holding: Holding, point: Point) -> Point:
     """Convert logical to physical coordinates; the axes are aligned at the last one."""
     if point == holding.lo:
         return holding.local
-    within = align(tuple(at - low for at, low in zip(point, holding.lo, strict=True)), len(holding.local), 0)
-    return tuple(base + at for base, at in zip(holding.local, within, strict=True))
+    within = tuple(map(sub, point, holding.lo))
+    rank = len(holding.local)
+    return tuple(map(add, holding.local, within if len(within) == rank else align(within, rank, 0)))
 
 
 def covers_source(piece: Piece) -> bool:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from tensorhub_core.errors import LayoutMismatch
 from tensorhub_core.layout.assemble import assemble
+from tensorhub_core.layout.casting import Cast
 from tensorhub_core.layout.cuts import ExactPolicy
 from tensorhub_core.layout.match import match
 from tensorhub_core.layout.pieces import SourceTables
@@ -26,6 +27,7 @@ def plan_read(
     sums: Sequence[NDArray[np.uint64]] | None = None,
     table: SegmentTable | None = None,
     exact: ExactPolicy | Sequence[ExactPolicy | None] | None = None,
+    cast: Cast | Sequence[Cast] = False,
 ) -> ReadPlan:
     """Plan how `destination` is filled from equal layouts or from the shards of a replica in other layouts.
 
@@ -35,8 +37,8 @@ def plan_read(
     each point once. Whoever has the destination's `table` saves some milliseconds.
 
     `exact` says when parts of segments are read (for all sources, or for each); None = whole segments only, whose
-    checksums everyone has. Which source gives which bytes does not depend on it. Raises LayoutMismatch listing all
-    differences. Any thread.
+    checksums everyone has. Which source gives which bytes does not depend on it. `cast` says which dtypes may be
+    converted (for all sources, or for each). Raises LayoutMismatch listing all differences. Any thread.
     """
     if is_raw(destination, sources):
         table = segment_table(destination) if table is None else table
@@ -44,7 +46,7 @@ def plan_read(
         if sums is not None and any(not np.array_equal(sums[0], other) for other in sums[1:]):
             raise LayoutMismatch("the version's sources have one layout, but other bytes in it")
         return plan_raw(table)
-    return plan_other(destination, sources, sums, policies_of(exact, len(sources)))[0]
+    return plan_other(destination, sources, sums, policies_of(exact, len(sources)), casts_of(cast, len(sources)))[0]
 
 
 def is_raw(destination: Layout, sources: Sequence[Layout]) -> bool:
@@ -57,11 +59,17 @@ def policies_of(exact: ExactPolicy | Sequence[ExactPolicy | None] | None, source
     return [exact] * sources if exact is None or isinstance(exact, ExactPolicy) else list(exact)
 
 
+def casts_of(cast: Cast | Sequence[Cast], sources: int) -> Sequence[Cast]:
+    """Return what holds for each source."""
+    return [cast] * sources if isinstance(cast, bool | str) else list(cast)
+
+
 def plan_other(
     destination: Layout,
     sources: Sequence[Layout],
     sums: Sequence[NDArray[np.uint64]] | None,
     policies: Sequence[ExactPolicy | None],
+    casts: Sequence[Cast],
 ) -> tuple[ReadPlan, tuple[Segments, Segments]]:
     """Plan from other layouts; returns also the segments, numbered through all sources, that were found to be equal.
 
@@ -69,7 +77,7 @@ def plan_other(
     """
     tables = SourceTables(sources, sums)
     _check_counts(sums, [len(table) for table in tables.tables])
-    plan = assemble(match(destination, sources, tables), tables, policies)
+    plan = assemble(match(destination, sources, tables, casts), tables, policies)
     none: Segments = np.zeros(0, np.int64)
     ones = np.concatenate([none, *(pair[0] for pair in tables.compared)])
     return plan, (ones, np.concatenate([none, *(pair[1] for pair in tables.compared)]))

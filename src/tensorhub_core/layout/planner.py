@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorhub_core.layout.casting import Cast
 from tensorhub_core.layout.cuts import ExactPolicy
-from tensorhub_core.layout.plan import Segments, is_raw, plan_other, plan_read, policies_of
+from tensorhub_core.layout.plan import Segments, casts_of, is_raw, plan_other, plan_read, policies_of
 from tensorhub_core.layout.read_plan import ReadPlan
 from tensorhub_core.layout.segments import SegmentTable
 from tensorhub_core.layout.types import Layout
@@ -28,14 +29,22 @@ class _Kept:
     destination: Layout
     sources: list[Layout]
     policies: Sequence[ExactPolicy | None]
+    casts: Sequence[Cast]
     counts: list[int]
     plan: ReadPlan
     ones: Segments
     others: Segments
 
-    def fits(self, destination: Layout, sources: Sequence[Layout], policies: Sequence[ExactPolicy | None]) -> bool:
+    def fits(
+        self,
+        destination: Layout,
+        sources: Sequence[Layout],
+        policies: Sequence[ExactPolicy | None],
+        casts: Sequence[Cast],
+    ) -> bool:
         """Tell whether it is a plan for these."""
-        if len(self.sources) != len(sources) or list(self.policies) != list(policies):
+        how = list(self.policies), list(self.casts)
+        if len(self.sources) != len(sources) or how != (list(policies), list(casts)):
             return False
         pairs = zip((self.destination, *self.sources), (destination, *sources), strict=True)
         return all(one is other or one == other for one, other in pairs)
@@ -59,18 +68,19 @@ class Planner:
         sums: Sequence[NDArray[np.uint64]],
         table: SegmentTable | None = None,
         exact: ExactPolicy | Sequence[ExactPolicy | None] | None = None,
+        cast: Cast | Sequence[Cast] = False,
     ) -> ReadPlan:
         """Return what `plan_read` returns, which may be the plan of an earlier call; raises what it raises."""
         if is_raw(destination, sources):
             return plan_read(destination, sources, sums, table)
-        policies = policies_of(exact, len(sources))
-        found = next((kept for kept in self._kept if kept.fits(destination, sources, policies)), None)
+        policies, casts = policies_of(exact, len(sources)), casts_of(cast, len(sources))
+        found = next((kept for kept in self._kept if kept.fits(destination, sources, policies, casts)), None)
         if found is not None:
             self._kept.remove(found)
         # Wrong numbers of checksums, and bytes that should be equal and are not, are for the one who lists differences.
         counts = [len(each) for each in sums]
         if found is None or counts != found.counts or not found.holds(sums):
-            plan, equal = plan_other(destination, sources, sums, policies)
-            found = _Kept(destination, list(sources), policies, counts, plan, *equal)
+            plan, equal = plan_other(destination, sources, sums, policies, casts)
+            found = _Kept(destination, list(sources), policies, casts, counts, plan, *equal)
         self._kept = [found, *self._kept[: KEPT_PLANS - 1]]
         return found.plan

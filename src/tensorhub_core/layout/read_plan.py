@@ -27,6 +27,9 @@ class ReadPlan:
     where the first of its bytes goes. Scatters take the staged bytes for a C-ordered box: the segment's own
     (`segment_box`), and of a cut the smaller box of that one that its runs are (`shape_of_read`), with as many axes.
 
+    Where dtypes differ (`casts`: somewhere they do) reads are staged, and converted as they are copied out; lengths are
+    in the source's bytes, offsets in those of the storage that they count in.
+
     Reads are in the destination's canonical order. In a `raw` plan, read `i` is segment `i`, and every source has it:
     `source` then says nothing, and nothing is cut.
     """
@@ -42,6 +45,7 @@ class ReadPlan:
     total_bytes: int
     cut: NDArray[np.int32]
     cuts: Cuts
+    casts: bool = False
 
     def __len__(self) -> int:
         return len(self.segment)

@@ -1,12 +1,15 @@
-"""Copy boxes out of a staged source segment into destination memory, without interpreting the bytes."""
+"""Copy boxes out of a staged source segment into destination memory: bytes as they are, or numbers of another dtype."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from types import EllipsisType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tensorhub_core.layout.convert import STORED, convert_into
 
 _ITEM_TYPES: dict[int, np.dtype[np.generic]] = {
     1: np.dtype(np.uint8),
@@ -44,20 +47,51 @@ def scatter_bytes(
     `segment` u8 [segment bytes] is the box `segment_shape` in C order; `destination` u8 [storage bytes] is the tensor
     `destination_shape` in C order. Raises ValueError if sizes do not fit. Any thread.
     """
+    target = _target(destination, destination_shape, scatter, _ITEM_TYPES[item_bytes])
+    target[...] = _source(segment, segment_shape, scatter, _ITEM_TYPES[item_bytes])
+
+
+def scatter_cast(
+    segment: NDArray[np.uint8],
+    segment_shape: tuple[int, ...],
+    scatter: Scatter,
+    destination: NDArray[np.uint8],
+    destination_shape: tuple[int, ...],
+    dtypes: tuple[str, str],
+) -> None:
+    """Copy one scatter's box as `scatter_bytes` does, its numbers converted from the first of two dtypes to the other.
+
+    Raises ValueError if sizes do not fit. Any thread.
+    """
+    source_dtype, dtype = dtypes
+    target = _target(destination, destination_shape, scatter, STORED[dtype])
+    convert_into(_source(segment, segment_shape, scatter, STORED[source_dtype]), source_dtype, target, dtype)
+
+
+def cast_box(
+    segment: NDArray[np.uint8], segment_shape: tuple[int, ...], scatter: Scatter, dtypes: tuple[str, str]
+) -> tuple[NDArray[np.uint8], Scatter]:
+    """Return a scatter's box in another dtype, as a segment of its own (u8), and the scatter out of that."""
+    source_dtype, dtype = dtypes
+    box = np.empty(scatter.shape, STORED[dtype])
+    convert_into(_source(segment, segment_shape, scatter, STORED[source_dtype]), source_dtype, box, dtype)
+    start = (0,) * len(scatter.shape)
+    return box.reshape(-1).view(np.uint8), Scatter(scatter.storage, scatter.dst_start, start, scatter.shape)
+
+
+def _source(segment: NDArray[np.uint8], shape: tuple[int, ...], scatter: Scatter, item: np.dtype[Any]) -> NDArray[Any]:
+    return _box_of(segment.view(item).reshape(shape), scatter.src_start, scatter.shape, len(scatter.shape))
+
+
+def _target(
+    destination: NDArray[np.uint8], shape: tuple[int, ...], scatter: Scatter, item: np.dtype[Any]
+) -> NDArray[Any]:
     if not destination.flags.c_contiguous:
         raise ValueError("the destination is not one run of bytes")
-    item = _ITEM_TYPES[item_bytes]
-    source = segment.view(item).reshape(segment_shape)
-    target = destination.view(item).reshape(destination_shape)
-    rank = len(scatter.shape)
-    from_box = _box_of(source, scatter.src_start, scatter.shape, rank)
-    into_box = _box_of(target, scatter.dst_start, scatter.shape, rank)
-    into_box[...] = from_box
+    return _box_of(destination.view(item).reshape(shape), scatter.dst_start, scatter.shape, len(scatter.shape))
 
 
-def _box_of(
-    array: NDArray[np.generic], start: tuple[int, ...], shape: tuple[int, ...], rank: int
-) -> NDArray[np.generic]:
+def _box_of(array: NDArray[Any], start: tuple[int, ...], shape: tuple[int, ...], rank: int) -> NDArray[Any]:
     lead = rank - array.ndim
     aligned = array.reshape((1,) * lead + array.shape)
     starts = (0,) * lead + start

@@ -31,7 +31,7 @@ class Place:
 class Candidate:
     """A copy that may be leased. `depth` counts the unfinished copies between its bytes and a whole one (0 = whole).
 
-    `load` counts its readers; `sums` digests its checksums.
+    `load` counts its readers; `sums` digests its checksums; `converted`: its dtypes are not the publisher's.
     """
 
     copy: CopyId
@@ -42,6 +42,7 @@ class Candidate:
     sums: Digest
     depth: int = 0
     draining: bool = False
+    converted: bool = False
 
 
 def distance(reader: Place, source: Place) -> int:
@@ -87,10 +88,14 @@ def choose_more(reader: Place, best: Candidate, candidates: Sequence[Candidate])
 
 
 def choose_replica(reader: Place, replicas: Sequence[Sequence[Candidate]]) -> Sequence[Candidate] | None:
-    """Return the best replica, all of whose shards are needed; each is a non-empty sequence of candidates."""
+    """Return the best replica, all of whose shards are needed; each is a non-empty sequence of candidates.
 
-    def cost(shards: Sequence[Candidate]) -> tuple[bool, int, int, str]:
+    What the publisher's numbers were rounded to comes last, however near: other readers may need them as they were.
+    """
+
+    def cost(shards: Sequence[Candidate]) -> tuple[bool, bool, int, int, str]:
         return (
+            any(c.converted for c in shards),
             any(c.draining for c in shards),
             max(distance(reader, c.place) for c in shards),
             sum(c.load for c in shards),

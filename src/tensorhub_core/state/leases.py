@@ -37,6 +37,7 @@ def source_of(s: Step, lease_id: LeaseId) -> Source:
         sums=copy.sums,
         whole=copy.state not in UNFINISHED,
         prefix=copy.prefix,
+        converted=copy.converted,
     )
 
 

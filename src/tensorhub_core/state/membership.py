@@ -260,7 +260,7 @@ def take_back(s: Step, worker: Worker, m: Hello) -> None:
         s.log("warning", f"{worker.replica}/{worker.shard} holds other bytes of version {show(key)}: not offered")
         return
     worker.memory = memory
-    put_copy(s, worker, key, memory, Digest(held.sums))
+    put_copy(s, worker, key, memory, Digest(held.sums), held.converted)
     note_whole_before(s, s.group(worker), key)
 
 

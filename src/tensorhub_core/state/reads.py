@@ -158,12 +158,15 @@ def done(s: Step, worker: Worker, request: int, m: Done) -> None:
     bound = None if record is None else record.manifests.get(copy.memory.layout)
     if bound is not None and bound != sums:
         text = f"the bytes of {group.replica}/{worker.shard} differ from the version's first manifest in this layout"
+        if m.converted:
+            text += "; they are converted: holders of the version may have published other values in another dtype"
         return abort_for(s, group, worker, request, current, CorruptTransfer(text))
     for lease in (s.state.leases.get(LeaseId(each)) for each in m.corrupt):
         if lease is not None and lease.reader == worker.id:
             source = s.holder(s.state.copies[lease.copy]).replica
             s.log("warning", f"{group.replica}/{worker.shard} got wrong bytes from {source}, and right ones elsewhere")
     joined.done_request, joined.done_sums, joined.orphaned_since_s = request, sums, None
+    copy.converted = m.converted
     copy.prefix, copy.done_bytes = copy.memory.num_segments, copy.memory.total_bytes
     copy.speed.finish(copy.done_bytes, s.now)
     if copy.offered and copy.sums:

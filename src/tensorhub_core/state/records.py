@@ -109,6 +109,8 @@ class Copy:
     draining_since_s: float = 0.0
     origin: CopyId | None = None
     """Of an offload copy: the copy in registered memory that it was made of."""
+    converted: bool = False
+    """Its dtypes are not those of whoever published the version: some reader has converted them."""
 
 
 @dataclass(slots=True)

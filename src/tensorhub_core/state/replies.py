@@ -52,7 +52,10 @@ class OffloadKept(Message, frozen=True):
 
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A leased copy to read from. `prefix` counts the segments that may be read now when it is not `whole` yet."""
+    """A leased copy to read from. `prefix` counts the segments that may be read now when it is not `whole` yet.
+
+    `converted`: not in the publisher's dtypes.
+    """
 
     lease: str
     worker: str
@@ -64,6 +67,7 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     sums: bytes
     whole: bool = True
     prefix: int = 0
+    converted: bool = False
 
 
 class Promise(Message, frozen=True):
@@ -116,13 +120,14 @@ class Available(Message, frozen=True):
     number: int
 
 
-class HeldLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A layout in which a version is held by one shard of a replica."""
+class HeldLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A layout in which a version is held by one shard of a replica; `converted`: not in the publisher's dtypes."""
 
     replica: str
     shard: int
     num_shards: int
     layout: bytes
+    converted: bool = False
 
 
 class VersionLayouts(Message, frozen=True):

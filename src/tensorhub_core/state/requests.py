@@ -16,7 +16,10 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True,
 
 
 class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a worker still holds when it says hello again after a server restart (laws L5, L6)."""
+    """What a worker still holds when it says hello again after a server restart (laws L5, L6).
+
+    `converted`: not in the publisher's dtypes.
+    """
 
     epoch: Count
     number: Count
@@ -26,6 +29,7 @@ class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     total_bytes: Size
     num_segments: Count
     portable: bool = True
+    converted: bool = False
 
 
 class Ended(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -112,13 +116,15 @@ class Publish(Message, frozen=True):
 
     `held_epoch` names the stream epoch when the worker publishes a copy it got from a committed round; None creates
     the version in the worker's stream. `room_bytes` is the host memory that the worker may still fill with offload
-    copies, None if it is not told; a publish that could not be offloaded later is refused (law L11).
+    copies, None if it is not told; a publish that could not be offloaded later is refused (law L11). `converted` as for
+    `Done`.
     """
 
     number: Count
     sums: BlobDigest
     held_epoch: Count | None = None
     room_bytes: Count | None = None
+    converted: bool = False
 
 
 class Unpublish(Message, frozen=True):
@@ -257,11 +263,13 @@ class Done(Message, frozen=True):
     Answered by `Committed` when every shard of the group is done (law L13), by `Discard` when the leases did not
     stand, by `Failure` when the round was aborted. `sums` digests the checksums of what the memory now holds. `corrupt`
     names the leases of sources that gave wrong bytes which another source gave right; the server's log names them.
+    `converted`: the reader, or its source before it, has converted dtypes; such a copy is read last.
     """
 
     round: Count
     sums: BlobDigest
     corrupt: Ids = ()
+    converted: bool = False
 
 
 class LeaveRound(Message, frozen=True):

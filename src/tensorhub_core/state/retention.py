@@ -270,6 +270,7 @@ def offloaded(s: Step, worker: Worker, request: int, m: Offloaded) -> None:
         return s.fail(worker, request, StateError("the placement blob was not uploaded before the offload copy"))
     memory = replace(original.memory, placement=placement)
     copy = put_offload(s, worker, original.key, memory, original.sums, original.id)
+    copy.converted = original.converted
     forget_task(s, s.model(worker), worker)
     s.model(worker).offloads_made += 1
     if worker.room_bytes is not None:
@@ -329,7 +330,7 @@ def take_back(s: Step, worker: Worker, m: Hello) -> None:
             continue
         memory = Registration(layout, Digest(held.placement), held.total_bytes, held.num_segments, held.portable)
         bind_manifest(s, worker, key, layout, sums, held.total_bytes)
-        put_offload(s, worker, key, memory, sums, None)
+        put_offload(s, worker, key, memory, sums, None).converted = held.converted
 
 
 def drop_needless(s: Step, model: ModelState) -> None:

@@ -30,6 +30,7 @@ def candidate_of(s: Step, copy: Copy) -> Candidate:
         copy.sums,
         depth=depth_below([copy]),
         draining=draining,
+        converted=copy.converted,
     )
 
 
@@ -175,10 +176,11 @@ def new_copy(s: Step, worker: Worker, current: Round, memory: Registration) -> C
     assert current.key is not None
     joined = current.joined[worker.shard]
     offered = joined.offer and joined.prefix and current.kind != "install"
-    depth = depth_below([s.state.copies[s.state.leases[i].copy] for i in worker.leases])
-    sums = raw_sums(s, current, worker)
-    state = CopyState.AWAITED
-    return Copy(new_copy_id(s), worker.id, current.key, memory, state, sums, 0, offered, depth, 0, s.now)
+    sources = [s.state.copies[s.state.leases[i].copy] for i in worker.leases]
+    depth, sums, state = depth_below(sources), raw_sums(s, current, worker), CopyState.AWAITED
+    copy = Copy(new_copy_id(s), worker.id, current.key, memory, state, sums, 0, offered, depth, 0, s.now)
+    copy.converted = any(source.converted for source in sources)
+    return copy
 
 
 def await_copy(s: Step, worker: Worker, current: Round) -> None:

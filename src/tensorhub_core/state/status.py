@@ -46,7 +46,7 @@ def describe_version(s: Step, worker: Worker, request: int, m: DescribeVersion) 
         text = f"version {'latest' if key is None else show(key)} of model {model.name!r} is not whole anywhere; "
         return s.fail(worker, request, VersionUnavailable(text + describe_holders(s, model, key or (0, 0))))
     layouts = tuple(
-        HeldLayout(group.replica, w.shard, group.num_shards, copy.memory.layout)
+        HeldLayout(group.replica, w.shard, group.num_shards, copy.memory.layout, copy.converted)
         for group in groups
         for w in s.members(group)
         if (copy := w.copy_of(key, OFFERED)) is not None

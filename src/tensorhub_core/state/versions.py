@@ -169,7 +169,7 @@ def publish(s: Step, worker: Worker, request: int, m: Publish) -> None:
             doubt_creator(s, model, worker, key, memory.layout)
         if copy is not None:
             drop_copy(s, copy, "published")
-        put_copy(s, worker, key, memory, sums)
+        put_copy(s, worker, key, memory, sums, m.converted)
     worker.room_bytes = m.room_bytes
     if m.held_epoch is None:
         worker.creates_in = key[0]
@@ -195,18 +195,17 @@ def check_publishable(model: ModelState, worker: Worker, key: VersionKey, memory
         raise VersionConflict(f"version {show(key)} is already published with other bytes: the tensors were changed")
 
 
-def put_copy(s: Step, worker: Worker, key: VersionKey, memory: Registration, sums: Digest) -> None:
+def put_copy(
+    s: Step, worker: Worker, key: VersionKey, memory: Registration, sums: Digest, converted: bool = False
+) -> None:
     """Make a published copy and see whether its replica is whole now."""
     model = s.model(worker)
     enter_stream(s, model, worker, key)
     bind_manifest(s, worker, key, memory.layout, sums, memory.total_bytes)
     worker.dirty = False
-    segments = memory.num_segments
-    add_copy(
-        s,
-        worker,
-        Copy(new_copy_id(s), worker.id, key, memory, CopyState.PUBLISHED, sums, segments, True, 0, memory.total_bytes),
-    )
+    segments, size, state = memory.num_segments, memory.total_bytes, CopyState.PUBLISHED
+    copy = Copy(new_copy_id(s), worker.id, key, memory, state, sums, segments, True, 0, size, converted=converted)
+    add_copy(s, worker, copy)
     note_whole(s, s.group(worker), key)
 
 

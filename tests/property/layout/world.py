@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tensorhub_core.layout.canonical import dtype_bytes
 from tensorhub_core.layout.read_plan import ReadPlan, shape_of_read
-from tensorhub_core.layout.scatter import scatter_bytes
+from tensorhub_core.layout.scatter import scatter_bytes, scatter_cast
 from tensorhub_core.layout.segments import segment_box, segment_table
 from tensorhub_core.layout.types import Box, Layout, Segment, TensorSpec
 
@@ -123,10 +123,16 @@ def execute(
             continue
         for scatter in plan.scatters[read]:
             spec = destination.tensors[destination.storages[scatter.storage][0]]
+            dtype = sources[source].tensors[sources[source].storages[segment.storage][0]].dtype
             item_bytes = dtype_bytes(spec.dtype)
-            shape = shape_of_read(plan, read, segment.shape, item_bytes)
-            scatter_bytes(data, shape, scatter, buffers[scatter.storage], spec.shape, item_bytes)
+            shape = shape_of_read(plan, read, segment.shape, dtype_bytes(dtype))
+            if dtype == spec.dtype:
+                scatter_bytes(data, shape, scatter, buffers[scatter.storage], spec.shape, item_bytes)
+            else:
+                assert plan.casts
+                scatter_cast(data, shape, scatter, buffers[scatter.storage], spec.shape, (dtype, spec.dtype))
             mark = np.zeros(len(buffers[scatter.storage]), np.uint8)
-            scatter_bytes(np.ones_like(data), shape, scatter, mark, spec.shape, item_bytes)
+            ones = np.ones(int(np.prod(shape, dtype=int)) * item_bytes, np.uint8)
+            scatter_bytes(ones, shape, scatter, mark, spec.shape, item_bytes)
             writes[scatter.storage] += mark
     return buffers, writes

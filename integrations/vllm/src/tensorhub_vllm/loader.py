@@ -186,6 +186,7 @@ class HubSession:
             shard=self.shard,
             num_shards=self.num_shards,
             zone=self.config.zone,
+            cast=self.config.cast,
             settings=_settings(),
         )
 
