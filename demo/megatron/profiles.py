@@ -49,6 +49,6 @@ class Profile:
     sizes: dict[str, Any] = field(default_factory=_sizes)
 
 
-_TITLE = "a Megatron trainer of 2 x 2 ranks learns rhymes by heart; a vLLM engine of 2 ranks follows"
+_TITLE = "Megatron on 2 x 2 ranks learns rhymes by heart, vLLM on 2 follows"
 FULL = Profile("megatron", _TITLE, steps=50, proved=(12, 50), reached=0.05, show_every=5)
-QUICK = Profile("megatron-quick", _TITLE, steps=16, proved=(16,), reached=0.5, show_every=4)
+QUICK = Profile("megatron-quick", _TITLE, steps=24, proved=(24,), reached=0.4, show_every=6)

@@ -34,15 +34,16 @@ _REPORT = re.compile(r"report (\[.*\])$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Bare:
-    """A model without weights: its folder, its Hugging Face configuration, and what is learnt, as token ids."""
+    """A model without weights: its folder, its Hugging Face configuration, and what is learnt.
+
+    `documents` are token ids, `prompts` their first ones, `starts` the text of those.
+    """
 
     folder: Path
     config: Mapping[str, Any]
     documents: Sequence[Sequence[int]]
-
-    def prompts(self, tokens: int) -> list[list[int]]:
-        """Return the beginnings of the documents."""
-        return [list(document[:tokens]) for document in self.documents]
+    prompts: Sequence[Sequence[int]]
+    starts: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -192,9 +193,8 @@ class Session:
             "loss", f"{seen.loss:.4f} a token, {seen.apart:.0e} apart on {_ENGINE}; {of_step or 'no step yet'}"
         )
         number = seen.version // profile.show_every % len(parts.bare.documents)
-        prompt = parts.bare.prompts(profile.prompt_tokens)[number]
-        text = " ".join(parts.engine.complete(prompt, profile.max_tokens).text.split())
-        account.fact(_ENGINE, f"goes on with {profile.lines[number]!r} after {len(prompt)} tokens: {text!r}")
+        text = parts.engine.complete(parts.bare.prompts[number], profile.max_tokens).text
+        account.fact("it says", f"{parts.bare.starts[number]!r} -> {text!r}")
 
     def _export(self, version: int, parts: Parts) -> Exported:
         """Export a version in two ways, and ask the engine how it goes on with the first tokens of each document."""
@@ -207,8 +207,7 @@ class Session:
         self._hear(parts.trainer)
         if pull.wait(_STEP_S) != 0:
             pull.check()
-        prompts = parts.bare.prompts(self._profile.prompt_tokens)
-        answers = [parts.engine.complete(prompt, self._profile.max_tokens) for prompt in prompts]
+        answers = [parts.engine.complete(prompt, self._profile.max_tokens) for prompt in parts.bare.prompts]
         if parts.engine.report().version != version:
             raise DemoError(f"{_ENGINE} does not serve version {version} any more")
         gathered = hugging_face(join(read_ranks(saved)), parts.bare.config)
@@ -218,9 +217,8 @@ class Session:
         """Ask a fresh stock vLLM of one rank, on the pulled checkpoint, the same."""
         for file in bare.folder.iterdir():
             shutil.copy(file, exported.folder / file.name)
-        prompts = bare.prompts(self._profile.prompt_tokens)
         ask, out = self._folder / f"ask-{exported.version}.json", self._folder / f"fresh-{exported.version}.json"
-        ask.write_text(json.dumps([{"prompt": p, "max_tokens": self._profile.max_tokens} for p in prompts]))
+        ask.write_text(json.dumps([{"prompt": p, "max_tokens": self._profile.max_tokens} for p in bare.prompts]))
         child = start_fresh(self._children, exported.folder, ask, out, cores()[0], dtype=_DTYPE)
         if child.wait(_READY_S) != 0:
             child.check()
@@ -244,7 +242,9 @@ def write_bare(profile: Profile, folder: Path) -> Bare:
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(folder)
     documents = [[*tokenizer(line)["input_ids"], tokens["eos_token_id"]] for line in profile.lines]
-    return Bare(folder, json.loads((folder / "config.json").read_text(encoding="utf-8")), documents)
+    prompts = [document[: profile.prompt_tokens] for document in documents]
+    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return Bare(folder, written, documents, prompts, [tokenizer.decode(prompt) for prompt in prompts])
 
 
 def _row(seen: Seen) -> dict[str, Any]:
