@@ -6,6 +6,7 @@ together and broadcasts them, one after the other, to all ranks of the engine, w
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +36,8 @@ class Gathering:
         import torch.distributed
 
         self._torch, self._distributed = torch, torch.distributed
+        # Of which there are two names; the list form of it copies everything once more.
+        self._gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
         self._shapes, self._trainers, self._rank, self._tensors = shapes, trainers, rank, tensors
         self._engine = engines[rank - len(trainers)] if rank >= len(trainers) else None
         ranks = list(range(len(trainers), len(trainers) + len(engines)))
@@ -42,6 +45,8 @@ class Gathering:
         self._groups = [
             (torch.distributed.new_group(team), torch.distributed.new_group([team[0], *ranks])) for team in self._teams
         ]
+        # Allocated once: to fault the pages in for every tensor costs more than to move it.
+        self._scratch: dict[str, Any] = {}
         self._wanted: dict[str, list[tuple[Any, Box]]] = {}
         for spec in self._engine.tensors if self._engine is not None else ():
             for box in spec.boxes or ():
@@ -72,15 +77,22 @@ class Gathering:
         mine = self._tensors[name]
         if all(each == boxes[0] for each in boxes):
             return [mine]
-        parts = [self._torch.empty_like(mine) for _ in boxes]
-        self._distributed.all_gather([_raw(part) for part in parts], _raw(mine), group=group)
-        return parts
+        parts = self._buffer("parts", (len(boxes), *mine.shape), mine.dtype)
+        self._gather(_raw(parts), _raw(mine), group=group)
+        return list(parts)
+
+    def _buffer(self, key: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return memory of this shape that is used again for the next tensor."""
+        count, kept = math.prod(shape), self._scratch.get(key)
+        if kept is None or len(kept) < count or kept.dtype != dtype:
+            kept = self._scratch[key] = self._torch.zeros(count, dtype=dtype)
+        return kept[:count].view(shape)
 
     def _broadcast(
         self, logical: str, parts: Sequence[Any], boxes: Sequence[Sequence[Box]], root: int, group: Any
     ) -> None:
         like = next(iter(self._tensors.values()))
-        full = self._torch.empty(self._shapes[logical], dtype=like.dtype)
+        full = self._buffer("full", self._shapes[logical], like.dtype)
         for part, mine in zip(parts, boxes, strict=False):
             for box in mine:
                 if box.logical == logical:
