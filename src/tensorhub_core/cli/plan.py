@@ -22,6 +22,7 @@ from tensorhub_core.client.exactness import Exactness
 from tensorhub_core.client.executor import STAGING_LIMIT_BYTES
 from tensorhub_core.client.flow import FlowSettings
 from tensorhub_core.errors import ConfigError, LayoutMismatch
+from tensorhub_core.layout.casting import Cast, check_cast
 from tensorhub_core.layout.plan import ExactPolicy, ReadPlan, plan_read
 from tensorhub_core.layout.summary import PlanSummary, reads_of, summarize
 from tensorhub_core.layout.types import Layout
@@ -45,11 +46,18 @@ class Planned:
 @click.option("--from", "source", required=True, metavar="LAYOUT", help="All shards of who holds the weights.")
 @click.option("--to", "destination", required=True, metavar="LAYOUT", help="All shards, or some, of who wants them.")
 @click.option("--whole-segments", is_flag=True, help="Plan for sources that give no checksums of parts of segments.")
+@click.option("--cast", help="Dtypes that the reader converts, as of `connect()`: true, or one such as bf16. [none]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write every read to a file too, one JSON object a line.")
 @server_option
 def plan(
-    source: str, destination: str, whole_segments: bool, as_json: bool, out: Path | None, server: str | None
+    source: str,
+    destination: str,
+    whole_segments: bool,
+    cast: str | None,
+    as_json: bool,
+    out: Path | None,
+    server: str | None,
 ) -> None:
     """Show what each shard of one layout would read of the shards of another one: no byte of a weight moves.
 
@@ -60,7 +68,8 @@ def plan(
     wanted = find_layouts(destination, settings, server).layouts
     policy = None if whole_segments else Exactness.of(settings.client).policy
     window = settings.client.window
-    planned = [plan_shard(each, sources, policy, window) for each in wanted]
+    casting = cast is not None and check_cast({"true": True, "false": False}.get(cast, cast))
+    planned = [plan_shard(each, sources, policy, window, casting) for each in wanted]
     if out is not None:
         write_reads(out, planned)
     if as_json:
@@ -74,13 +83,15 @@ def plan(
         raise click.exceptions.Exit(1)
 
 
-def plan_shard(layout: Layout, sources: Sequence[Layout], policy: ExactPolicy | None, window: int) -> Planned:
+def plan_shard(
+    layout: Layout, sources: Sequence[Layout], policy: ExactPolicy | None, window: int, cast: Cast = False
+) -> Planned:
     """Plan as a worker does: from sources of its own layout as they are, else from all through boxes."""
     equal = tuple(each for each in sources if each == layout)
     used = equal or tuple(sources)
     began = time.perf_counter()
     try:
-        found = plan_read(layout, used, exact=policy)
+        found = plan_read(layout, used, exact=policy, cast=cast)
     except LayoutMismatch as error:
         return Planned(layout, used, differences=error.differences or (str(error),))
     took_s = time.perf_counter() - began

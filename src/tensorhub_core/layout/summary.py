@@ -30,9 +30,9 @@ class FromSource:
 class PlanSummary:
     """What a plan reads: `segments` whole ones and `cuts` of others.
 
-    `needed_bytes` are those of the destination's boxes. `direct_bytes` land where they belong, `staged_bytes` are
-    copied once more, from pieces of at most `largest_staged_bytes`. `runs` counts what a transport is asked for:
-    neighbours on both sides are one run. Of a `raw` plan `sources` has one entry: every source has all of it.
+    `needed_bytes` are those of the destination's boxes, in its dtypes. `direct_bytes` land where they belong,
+    `staged_bytes` are copied once more, from pieces of at most `largest_staged_bytes`. `runs` counts what a transport
+    is asked for: neighbours on both sides are one run. Of a `raw` plan `sources` has one entry: every source has all.
     """
 
     raw: bool

@@ -131,6 +131,19 @@ def test_a_checkpoint_folder_is_a_layout(run: Run, tmp_path: Path) -> None:
     assert shard["read_bytes"] == BYTES
 
 
+def test_other_dtypes_fit_if_they_are_converted(run: Run, tmp_path: Path) -> None:
+    save_layouts([layout(spec("w", ROWS, COLUMNS, dtype="float32"))], tmp_path / "trainer.layout")
+    save_layouts([layout(spec("w", ROWS, COLUMNS))], tmp_path / "engine.layout")
+    names = ("plan", "--from", "trainer.layout", "--to", "engine.layout", "--json")
+    assert run(*names).exit_code == run(*names, "--cast", "fp16").exit_code == 1
+    for cast in ("bf16", "true"):
+        (shard,) = json.loads(run(*names, "--cast", cast).output)["shards"]
+        assert (shard["needed_bytes"], shard["read_bytes"], shard["staged_bytes"]) == (BYTES, 2 * BYTES, 2 * BYTES)
+    refused = run(*names, "--cast", "int8")
+    assert refused.exit_code == 1
+    assert "cast must be" in refused.output
+
+
 def test_all_differences_are_listed(run: Run, tmp_path: Path) -> None:
     save_layouts([layout(spec("a", 4, 4), spec("b", 4), spec("c\n\x1b[2J", 2))], tmp_path / "from.layout")
     save_layouts([layout(spec("a", 4, 5), spec("b", 4, dtype="float32"), spec("d", 1))], tmp_path / "to.layout")
