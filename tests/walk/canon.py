@@ -63,7 +63,18 @@ def _local(world: World, a: Actor, worker: Worker | None) -> Row:
             worker.leaving,
         )
         server += (worker.offload_asked is None, worker.offload_failed is None, worker.handover_request is None)
-    flags = (a.draining, a.unstaging, a.touched, a.running, a.asked_done, a.committed, a.aborted, a.in_grace, a.greet)
+    flags = (
+        a.draining,
+        a.unstaging,
+        a.touched,
+        a.running,
+        a.asked_done,
+        a.committed,
+        a.aborted,
+        a.in_grace,
+        a.greet,
+        a.came_back,
+    )
     numbers = (a.held, a.staged, a.last, a.high, a.promised, a.verified, -1 if a.want is None else a.want)
     return (
         a.alive,

@@ -224,6 +224,17 @@ def unavailable(world: World, actor: Actor, message: Failure) -> None:
             raise Violation(f"L6: {actor.name} is told that version {code} is gone, and {other.replica} offers it")
 
 
+def refused(world: World, actor: Actor, message: Failure) -> None:
+    """L2, L6: the calls of a replica's shards meet, whatever was forgotten: none is told that it is not its turn.
+
+    But who comes back to a round when the others have been promised something in the next one has come too late.
+    """
+    group = world.model.groups.get(ReplicaName(actor.replica))
+    late = group is not None and any(r.number > actor.round and r.key is not None for r in group.open_rounds())
+    if "cannot be joined now" in message.message and not late:
+        raise Violation(f"L2, L6: {actor.name} is refused: {message.message}")
+
+
 def _round_of(world: World, actor: Actor) -> Round | None:
     group = world.model.groups.get(ReplicaName(actor.replica))
     return None if group is None else group.rounds.get(actor.round)

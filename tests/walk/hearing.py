@@ -64,6 +64,7 @@ def hear(world: World, actor: Actor, kind: str, message: Reply) -> None:
         begin_to_fill(world, actor)
     elif isinstance(message, Failure) and kind in ("join", "fill", "relocate", "done"):
         checks.unavailable(world, actor, message)
+        checks.refused(world, actor, message)
         if kind == "done":
             actor.asked_done = False
         leave(world, actor)
@@ -183,6 +184,7 @@ def end_round(world: World, actor: Actor) -> None:
 def close(actor: Actor, code: int = 0) -> None:
     """Forget the round, but how it ended."""
     actor.ended = (actor.round, code)
+    actor.greet, actor.came_back = actor.greet or (actor.came_back and code == 0), False
     actor.phase, actor.round, actor.promised, actor.verified = "idle", actor.round + 1, 0, 0
     actor.sources, actor.lost, actor.want = {}, set(), None
     actor.open = {number: kind for number, kind in actor.open.items() if kind not in ("join", "done")}

@@ -172,6 +172,7 @@ def do_join(world: World, actor: Actor, how: str) -> None:
 def do_rejoin(world: World, actor: Actor, _: str) -> None:
     """Ask for the promise again, with what was read so far."""
     actor.phase, mode, have = "joining", actor.mode, actor.staged if actor.mode == "install" else actor.held
+    actor.came_back = True
     if actor.touched and mode not in ("stage", "install"):
         mode, have = "update" if actor.asked_done else "replicate", 0
     join(world, actor, mode, have, again=True)

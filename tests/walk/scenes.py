@@ -64,6 +64,7 @@ CI: tuple[Scene, ...] = (
     Scene("one is given up", burials=1, versions=1),
     Scene("a connection is lost", losses=1, versions=1),
     Scene("the server restarts", restarts=1, shards=1),
+    Scene("a shard ahead, the server restarts", verify=False, ahead=1, restarts=1, versions=1),
     Scene("staging", stages=True, versions=1, shards=1, leaves=1, suspicions=1),
     Scene("staging, 2 shards", stages=True, versions=1),
     Scene("retention", retain=1),
@@ -83,6 +84,10 @@ NIGHTLY: tuple[Scene, ...] = (
     Scene("2 readers that queue, one dies", readers=2, versions=1, queues=True, crashes=1),
     Scene("everything, single shards", shards=1, crashes=1, suspicions=1, losses=1, restarts=1, leaves=1, versions=1),
     Scene("the server restarts, 2 shards", restarts=1, versions=1),
+    Scene("a shard ahead, the server restarts, checksums on", ahead=1, restarts=1, versions=1),
+    Scene(
+        "a shard ahead, a round is left, the server restarts", verify=False, ahead=1, leaves=1, restarts=1, versions=1
+    ),
     Scene("the server restarts twice", restarts=2, versions=1),
     Scene("the server restarts, checksums off", verify=False, restarts=1, suspicions=1),
     Scene("staging, the server restarts", stages=True, versions=1, restarts=1),

@@ -42,10 +42,13 @@ def references_agree(state: ServerState) -> Iterator[str]:
 
 
 def l2_one_promise_per_round(state: ServerState) -> Iterator[str]:
-    """All leases of a round are on copies of its one promised version; a replica has one open round."""
+    """All leases of a round are on copies of its one promised version; later rounds wait for who is in this one."""
     for group in _groups(state):
-        if sum(r.verdict is None for r in group.rounds.values()) > 1:
-            yield f"{group.replica} has two open rounds"
+        rounds = group.open_rounds()
+        for current in rounds[1:]:
+            ends = [state.workers[group.members[shard]].ended for shard in current.joined]
+            if current.key is not None or any(end is None or end.round < rounds[0].number for end in ends):
+                yield f"{group.replica} is in round {current.number} before {rounds[0].number} has ended"
         for current in group.rounds.values():
             for lease in (state.leases.get(i) for leases in current.leases.values() for i in leases):
                 if lease is not None and state.copies[lease.copy].key != current.key:

@@ -219,14 +219,15 @@ def note_ended(s: Step, group: Group, worker: Worker, m: Hello) -> None:
     if m.ended is None or m.ended == before:
         return
     current = group.open_round()
-    if current is None and m.ended.round >= group.next_round:
+    if m.ended.round >= group.next_round and (current is None or current.resumed):
         group.next_round = m.ended.round + 1
         for other in s.members(group):
-            if other is not worker:
+            if other is not worker and current is None:  # or it hears how that one ends
                 s.push(other, UnknownSession(s.state.config.server_epoch))
-    elif current is not None and m.ended.round >= current.number and worker.shard in current.joined:
-        text = f"shard {worker.shard} of replica {group.replica!r} has left the round"
-        abort(s, group, current, StateError(text), told=worker.shard)
+    for each in group.open_rounds():
+        if m.ended.round >= each.number and worker.shard in each.joined:
+            text = f"shard {worker.shard} of replica {group.replica!r} has left the round"
+            abort(s, group, each, StateError(text), told=worker.shard)
 
 
 def first_round(s: Step, group: Group, worker: Worker) -> int:
@@ -239,9 +240,9 @@ def first_round(s: Step, group: Group, worker: Worker) -> int:
     unheard = group.rounds.get(last + 1) if last >= 0 else None
     if unheard is not None and isinstance(unheard.verdict, NothingNewer) and worker.shard in unheard.unheard:
         return unheard.number
-    current = group.open_round()
-    if current is not None and worker.shard not in {*current.joined, *ended_before(s, group, current)}:
-        return current.number
+    for current in group.open_rounds():
+        if worker.shard not in {*current.joined, *ended_before(s, group, current)}:
+            return current.number
     return group.next_round
 
 
@@ -301,8 +302,7 @@ def remove(s: Step, worker: Worker, reason: str) -> None:
         group = model.groups[worker.replica]
         if any(member.suspected for member in s.members(group)):
             s.touched.add(model.name)  # somebody may have waited for it to be heard again
-        current = group.open_round()
-        if current is not None:
+        for current in group.open_rounds():
             error = StateError(f"shard {worker.shard} of replica {group.replica!r} is gone ({reason})")
             abort(s, group, current, error, told=worker.shard)
         keys = {copy.key for copy in worker.copies()}

@@ -286,9 +286,13 @@ class Group:
     """How the newest rounds ended, for shards that have lost the answer."""
     retired: list[str] = field(default_factory=list)
 
+    def open_rounds(self) -> list[Round]:
+        """Return the rounds without a verdict: one, after a restart also later ones that wait for it; oldest first."""
+        return sorted((r for r in self.rounds.values() if r.verdict is None), key=lambda r: r.number)
+
     def open_round(self) -> Round | None:
-        """Return the round without a verdict; there is at most one."""
-        return next((r for r in self.rounds.values() if r.verdict is None), None)
+        """Return the round whose turn it is: the oldest one without a verdict."""
+        return min((r for r in self.rounds.values() if r.verdict is None), key=lambda r: r.number, default=None)
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from tensorhub_core.state.messages import (
 )
 from tensorhub_core.state.records import UNFINISHED, CopyState, Group, Joined, ModelState, Round, Worker
 from tensorhub_core.state.resourcing import may_wake, pardon, tell_sources
-from tensorhub_core.state.resuming import begin, ended_before, keep_end, may_come_back
+from tensorhub_core.state.resuming import begin, ended_before, keep_end, out_of_turn, passes_over
 from tensorhub_core.state.sourcing import await_copy, describe_holders, lease_shard
 from tensorhub_core.state.versions import (
     current_epoch,
@@ -46,10 +46,12 @@ def join(s: Step, worker: Worker, request: int, m: JoinRound) -> None:
     if current is None:
         if m.again and m.round in group.ended:
             return s.reply(worker, request, group.ended[m.round])
-        other = group.open_round()
-        if other is not None or (m.round != group.next_round and not (m.again and may_come_back(group, m.round))):
-            number = group.next_round if other is None else other.number
-            text = f"round {m.round} of replica {group.replica!r} cannot be joined now, {number} can"
+        while (left_behind := passes_over(s, group, worker, m)) is not None:
+            text = f"shard {worker.shard} of replica {group.replica!r} is in round {m.round} already: call again"
+            abort(s, group, left_behind, StateError(text), told=worker.shard)
+        other = out_of_turn(s, group, worker, m)
+        if other:
+            text = f"round {m.round} of replica {group.replica!r} cannot be joined now, {other}"
             return s.fail(worker, request, StateError(text))
         current = Round(m.round, m.want, m.mode)
         current.resumed = m.again
@@ -129,7 +131,12 @@ def settle_round(s: Step, model: ModelState, replica: ReplicaName) -> None:
     """Give a promise or a verdict to a replica's waiting round."""
     group = model.groups.get(replica)
     current = None if group is None else group.open_round()
-    if group is None or current is None or s.state.in_grace(s.now):
+    if group is None or current is None:
+        return
+    over = ended_before(s, group, current)
+    if current.key is None and None in over.values():  # then it ends, whatever else is heard yet
+        return abort(s, group, current, ended_otherwise(group, current))
+    if s.state.in_grace(s.now):
         return
     if current.key is not None:
         keep_promise(s, group, current)

@@ -34,7 +34,7 @@ from tests.sim.hub import digest
 
 KINDS: tuple[type, ...] = typing.get_args(Request)
 WEIGHTS = {
-    **{Done: 12, Filling: 8, JoinRound: 8, PutBlob: 8, Register: 8, RegisterStaging: 16},
+    **{Done: 20, Filling: 12, JoinRound: 8, PutBlob: 8, Register: 8, RegisterStaging: 16},
     **{Hello: 1, Leave: 1, LeaveRound: 1, HandOver: 1},
 }
 DATA = [b"layout", b"placement", b"sums", b"other"]
@@ -70,7 +70,7 @@ def any_value(chance: random.Random, kind: object, state: ServerState) -> object
 
 def any_mode(chance: random.Random) -> str:
     """Draw the mode of a round."""
-    return chance.choices(("replicate", "stage", "install"), (4, 3, 2))[0]
+    return chance.choices(("replicate", "stage", "install"), (4, 8, 2))[0]
 
 
 def any_message(chance: random.Random, kind: type, state: ServerState, name: str = "") -> typing.Any:
