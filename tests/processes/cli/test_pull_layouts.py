@@ -110,3 +110,24 @@ def test_what_safetensors_cannot_store_is_refused_before_anything_moves(hub: str
     assert "'z'" in error
     assert "complex128" in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_floating_tensors_are_written_in_the_dtype_that_is_asked_for(hub: str, model: str, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "w": torch.randn(64, 33, generator=generator),
+        "half": torch.randn(7, generator=generator, dtype=torch.float16),
+        "ids": torch.arange(9),
+    }
+    with replica(hub, model, 1) as (worker,):
+        worker.register({name: tensor.clone() for name, tensor in tensors.items()})
+        worker.publish(1)
+        arguments = ("pull", "--model", model, "--out", tmp_path / "out", "--server", hub)
+        refused = tensorhub(*arguments, "--cast", "int8")
+        pulled = tensorhub(*arguments, "--cast", "bf16")
+    assert refused.code == 2
+    assert "cast must be" in refused.err
+    assert pulled.code == 0, pulled.err
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    expected = {name: each.bfloat16() if each.is_floating_point() else each for name, each in tensors.items()}
+    assert all(found[name].dtype == each.dtype and torch.equal(found[name], each) for name, each in expected.items())

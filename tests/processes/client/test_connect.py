@@ -67,7 +67,7 @@ def test_another_protocol_is_named_at_once() -> None:
         {"model": ""},
         {"settings": {"no_such_setting": 1}},
         {"transport": "carrier pigeon"},
-        {"cast": True},
+        {"cast": "int8"},
     ],
 )
 def test_impossible_arguments_are_refused(here: Hub, arguments: dict[str, object]) -> None:

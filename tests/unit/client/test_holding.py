@@ -83,15 +83,15 @@ def test_publishing_the_same_version_again_is_nothing_to_do() -> None:
 def test_a_creator_creates_and_a_holder_of_a_committed_round_holds() -> None:
     creator = published()
     creator.now_withdrawn(keep=False)
-    assert creator.held_epoch(3, False) is None
+    assert creator.origin_of(3, False)[0] is None
     holder = committed(False)
-    assert holder.held_epoch(3, False) == 1
-    assert holder.held_epoch(4, False) is None
-    assert holder.held_epoch(3, True) is None
+    assert holder.origin_of(3, False)[0] == 1
+    assert holder.origin_of(4, False)[0] is None
+    assert holder.origin_of(3, True)[0] is None
     holder.now_registered()
     holder.now_published((1, 3))
     holder.now_withdrawn(keep=False)
-    assert holder.held_epoch(3, False) == 1, "engines put copies back after they slept"
+    assert holder.origin_of(3, False)[0] == 1, "engines put copies back after they slept"
 
 
 def test_what_is_held_ends_with_the_commitment() -> None:
@@ -140,3 +140,13 @@ def test_latest_and_numbers_are_wanted() -> None:
 def test_whole_numbers_of_any_kind_are_versions(right: object) -> None:
     assert number_of(right) == 3
     assert wanted(right) == 3
+
+
+def test_what_was_converted_stays_so_for_as_long_as_it_is_published_again() -> None:
+    holding = Holding(registered=True)
+    holding.now_committed((1, 4), published=True, converted=True)
+    assert holding.origin_of(4, fresh=False) == (1, True)
+    assert holding.origin_of(5, fresh=False) == (None, False), "a version of its own"
+    assert holding.origin_of(4, fresh=True) == (None, False), "rewritten"
+    holding.now_committed((1, 5), published=True)
+    assert holding.origin_of(5, fresh=False) == (1, False)
