@@ -126,12 +126,7 @@ def move(rank: int, politely: bool) -> bool:
     buffers = [buffer for chunk in job.built.chunks for buffer in chunk.buffers if buffer.param_data is not None]
     if buffers:
         for buffer in buffers:
-            storage = buffer.param_data.untyped_storage()
-            saved, size = buffer.param_data.clone(), storage.nbytes()
-            storage.resize_(0)
-            job.micro.append(torch.zeros(size, dtype=torch.uint8))  # takes the place that was left
-            storage.resize_(size)
-            buffer.param_data.copy_(saved)
+            _move_storage(job, buffer.param_data)
     else:
         for parameter in _parameters(job):
             parameter.data = parameter.data.clone()
@@ -139,6 +134,19 @@ def move(rank: int, politely: bool) -> bool:
     if politely:
         job.publisher.publish()
     return before != after
+
+
+def _move_storage(job: Job, data: torch.Tensor) -> None:
+    """Let go of a tensor's memory and take other memory for it."""
+    storage, saved, before = data.untyped_storage(), data.clone(), data.data_ptr()
+    size = storage.nbytes()
+    for _ in range(100):  # until what is taken in between has the place that was left, and not another free one
+        storage.resize_(0)
+        job.micro.append(torch.zeros(size, dtype=torch.uint8))
+        storage.resize_(size)
+        if data.data_ptr() != before:
+            break
+    data.copy_(saved)
 
 
 def end(rank: int) -> None:
