@@ -242,6 +242,16 @@ def test_close_gives_the_optimizer_its_own_step_back(model: torch.nn.Module, wor
     follow(RecordingWorker(worker.tensors), optimizer)
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_closed_publisher_says_so(model: torch.nn.Module, worker: RecordingWorker, changed: bool) -> None:
+    publisher = follow(worker, torch.optim.SGD(model.parameters(), lr=0.1))
+    publisher.close()
+    with pytest.raises(StateError, match="closed: attach again"):
+        publisher.publish(changed=changed)
+    assert publisher.version == 0
+    assert worker.events == ["publish 0", "close"]
+
+
 def test_close_gives_an_optimizer_without_hooks_its_own_step_back(
     model: torch.nn.Module, worker: RecordingWorker
 ) -> None:

@@ -67,7 +67,12 @@ class Publisher:
         self._publication.forget_memory()
 
     def publish(self, *, changed: bool = False) -> None:
-        """Publish the weights again after `unpublish()`, wherever they lie now; `changed`: as the next version."""
+        """Publish the weights again after `unpublish()`, wherever they lie now; `changed`: as the next version.
+
+        Raises StateError after `close()`.
+        """
+        if self._is_closed:
+            raise StateError("this publisher is closed: attach again to publish more")
         if changed:
             self._publication.publish_next()
         else:
