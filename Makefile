@@ -61,8 +61,9 @@ bench: setup  ## Measure, with ratios to raw transports and to peers in the same
 	@.venv/bin/python bench/mooncake_env.py
 	@.venv/bin/python bench/run.py
 
-docs: setup  ## Write docs/protocol.md from the message structs
+docs: setup  ## Write docs/protocol.md and the table of settings from the sources
 	@.venv/bin/python -m tools.gen_protocol
+	@.venv/bin/python -m tools.gen_settings
 
 clean:  ## Remove this clone's environments and build outputs (shared packages stay)
 	@$(ENVS) clean

@@ -26,7 +26,9 @@ class ServerConfig:
     bind: str = _setting(DEFAULT_BIND, "address to listen on; port 0 takes a free one")
     retain: int = _setting(1, "newest whole versions that no client's call may lose; 0 = off", least=0)
     retain_models: str = _setting("", "other `retain` for models by name, as in `policy=2,critic=0`")
-    lease_s: float = _setting(5.0, "seconds without a heartbeat after which a worker is dead", least=0.05)
+    lease_s: float = _setting(
+        5.0, "seconds without a heartbeat after which a worker is suspected: it gets no new readers", least=0.05
+    )
     heartbeat_s: float = _setting(1.0, "seconds between two heartbeats of a worker", least=0.01)
     grace_s: float | None = _setting(
         None, "seconds after a start in which the server only listens; None = one lease", least=0.0
