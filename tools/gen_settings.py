@@ -20,11 +20,12 @@ END = "<!-- end of settings -->\n"
 def render() -> str:
     """Return the table, those of workers before those of the server."""
     rows = ["| setting | of | default | meaning |", "|---|---|---|---|"]
-    rows += [
-        f"| `{key.name}` | {'workers' if key.record is ClientConfig else 'the server'} | {_default(key)} | {_doc(key)} |"
-        for key in keys().values()
-    ]
+    rows += [f"| `{key.name}` | {_owner(key)} | {_default(key)} | {_doc(key)} |" for key in keys().values()]
     return "\n".join(rows) + "\n"
+
+
+def _owner(key: Key) -> str:
+    return "workers" if key.record is ClientConfig else "the server"
 
 
 def _default(key: Key) -> str:

@@ -20,8 +20,8 @@ METHODS = {
 BUILTINS = {"eval", "exec"}
 
 ALLOWED = {"tests/processes/server/test_hostile.py", "src/tensorhub_core/checkpoint/pickled.py"}
-"""The first makes a hostile pickle to send, and loads none. The second reads the index of a checkpoint on disk, which is
-a pickle, and makes no object of a class that one names (tests/unit/checkpoint/test_pickled.py)."""
+"""The first makes a hostile pickle to send, and loads none. The second reads the index of a checkpoint on disk, which
+is a pickle, and makes no object of a class that one names (tests/unit/checkpoint/test_pickled.py)."""
 
 READERS = {
     "src/tensorhub_core/checkpoint/dcp_index.py",
