@@ -75,11 +75,11 @@ def test_an_engine_without_any_version_says_what_it_waited_for(checkpoints: Chec
         pytest.fail("the engine started")
 
 
-def test_what_this_release_cannot_do_is_a_config_error(checkpoints: Checkpoints, hub: Server) -> None:
+def test_what_no_engine_can_do_is_a_config_error(checkpoints: Checkpoints, hub: Server) -> None:
     with (
         training(hub.address, checkpoints(KIND, 1)),
         pytest.raises(ConfigError, match="cast"),
-        following(checkpoints.bare(KIND), hub.address, cast=True),
+        following(checkpoints.bare(KIND), hub.address, cast="fp8"),
     ):
         pytest.fail("the engine started")
     with pytest.raises(ConfigError, match="sever"):
