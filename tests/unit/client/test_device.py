@@ -120,10 +120,10 @@ def on_device(holder: Holder) -> Destination:
     )
 
 
-def read(sources: Sequence[Holder], destination: Holder) -> ReadEnd:
+def read(sources: Sequence[Holder], destination: Holder, *, cast: bool = False) -> ReadEnd:
     access = [source.access(f"lease-{number}") for number, source in enumerate(sources)]
     executor = ReadExecutor(destination.transport, flow=QUICK, devices=TorchMemory(adopt_cpu))
-    plan = plan_read(destination.memory.layout, [source.layout for source in access])
+    plan = plan_read(destination.memory.layout, [source.layout for source in access], cast=cast)
     outcome = end_of(executor.start(plan, access, on_device(destination), None, Record()))
     executor.close()
     return outcome.end
@@ -179,3 +179,32 @@ def test_a_device_is_filled_from_another_layout(checksum: Checksum) -> None:
     destination = network.holder(empty_like({"w": truth}))
     assert read(halves, destination) is ReadEnd.VERIFIED
     assert destination.holds({"w": truth})
+
+
+@pytest.mark.parametrize(
+    "pair", [(np.float64, np.float16), (np.float16, np.float32), (np.float32, np.float64)], ids=str
+)
+def test_a_device_is_filled_with_numbers_that_the_host_has_converted(pair: tuple[type, type]) -> None:
+    network = Network()
+    truth = {
+        "w": np.linspace(-70_000, 70_000, 96 * 130).reshape(96, 130),
+        "v": np.array(1 / 3),
+        "none": np.zeros((0, 3)),
+    }
+    given = {name: array.astype(np.float32).astype(pair[0]) for name, array in truth.items() if name != "w"}
+    with np.errstate(over="ignore"):
+        given["w"] = truth["w"].astype(np.float32).astype(pair[0])
+        right = {name: array.astype(np.float32).astype(pair[1]) for name, array in given.items()}
+    halves = [
+        network.holder(
+            {**given, "w": np.ascontiguousarray(given["w"][:, 65 * shard : 65 * shard + 65])},
+            boxes={"w": [Box("w", (0, 65 * shard), (96, 65), (0, 0))]},
+            shard=shard,
+            num_shards=2,
+            segment_bytes=4096,
+        )
+        for shard in range(2)
+    ]
+    destination = network.holder(empty_like(right))
+    assert read(halves, destination, cast=True) is ReadEnd.VERIFIED
+    assert destination.holds(right)
