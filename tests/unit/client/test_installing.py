@@ -74,7 +74,7 @@ def test_staging_memory_lies_apart_and_aligned() -> None:
     assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(spans))
     (region,) = arena.regions()
     assert all(region.address <= a and a + n <= region.address + region.length_bytes for a, n in spans)
-    empty = [Arena([0, 0]), Arena([0]), Arena([])]
+    empty = [Arena([0, 0]), Arena([0]), Arena([0, 0])]
     places = {region.address for each in empty for region in each.regions()}
     assert len(places) == len(empty), "copies are told apart by their places, empty ones too"
 
