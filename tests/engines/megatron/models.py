@@ -5,6 +5,7 @@ Functions here run on the ranks (`ranks.py`).
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,16 @@ class Built:
     optimizer: Any
 
 
+def end_groups() -> None:
+    """Destroy all process groups but the world's: Megatron forgets its own, and each keeps its threads until then."""
+    from torch.distributed import distributed_c10d
+
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not torch.distributed.group.WORLD:
+            torch.distributed.destroy_process_group(group)
+    gc.collect()
+
+
 def build(recipe: Recipe, *, fill: bool = True) -> Built:
     """Set the parallel groups up anew and build this rank's part, wrapped, with its optimizer."""
     from megatron.core import parallel_state
@@ -105,6 +116,7 @@ def build(recipe: Recipe, *, fill: bool = True) -> Built:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     parallel_state.destroy_model_parallel()
+    end_groups()
     parallel_state.initialize_model_parallel(
         recipe.tp, recipe.pp, recipe.vpp, expert_model_parallel_size=recipe.ep, expert_tensor_parallel_size=recipe.etp
     )
