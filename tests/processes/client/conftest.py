@@ -1,4 +1,4 @@
-"""One reference server and one other process for all tests here; each test has a model of its own."""
+"""A reference server per file and one other process for all tests here; each test has a model of its own."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ nothing_retained = pytest.mark.parametrize("model", [LOSSY], indirect=True)
 _models = itertools.count()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """Run a server."""
+    """Run a server, until the file's last test: other files may break the server's classes."""
     lossy = ",".join(f"{LOSSY} {number}=0" for number in range(1000))
     with serve(lease_s=LEASE_S, heartbeat_s=0.1, settings={"retain_models": lossy}) as running:
         yield running

@@ -127,8 +127,8 @@ def test_a_push_to_a_connection_that_is_gone_becomes_an_event(seen: list[Event])
 
 
 def test_a_session_that_cannot_be_reached_is_reported_once(seen: list[Event], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_module.Outbox, "send", lambda *_: loop_module.Delivery.GONE)
     with serve() as server, RawClient(server.address) as client:
+        monkeypatch.setattr(server._loop._outbox, "send", lambda *_: loop_module.Delivery.GONE)
         client.post(Heartbeat())
         eventually(lambda: server.counters.gone == 1, "the send was tried")
     lost = [event for event in seen if isinstance(event, Disconnected)]
@@ -151,11 +151,11 @@ def test_stop_before_run_and_from_another_thread() -> None:
 
 
 def test_a_server_that_died_says_so_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def dies(self: ServerLoop) -> None:
+    def dies() -> None:
         raise MemoryError("none left")
 
-    monkeypatch.setattr(ServerLoop, "_receive_batch", dies)
     server = serve()
+    monkeypatch.setattr(server._loop, "_receive_batch", dies)
     with RawClient(server.address) as client:
         client.post(Heartbeat())
         eventually(lambda: not server._thread.is_alive(), "the thread ends")
