@@ -7,8 +7,9 @@ construction: fusing, sharding, padding and replication are the engine's own ari
 
 from __future__ import annotations
 
+import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +25,8 @@ from tensorhub_core.layout.types import Box
 _ATEN = torch.ops.aten
 _COPIES = (_ATEN.clone.default, _ATEN._to_copy.default)
 _FILLS = (_ATEN.fill_.Scalar, _ATEN.zero_.default)
+_WANTS_MEMORY = re.compile(r"meta tensor|meta device|\bMeta\w+Type\b|unallocated storage|set_data")
+"""What torch says of a tensor without memory whose memory is asked for."""
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 Recorded = tuple["_Recorder", object, "Exception | None"]
 """What was recorded, what `load_weights` returned, and what it raised."""
@@ -109,7 +112,7 @@ def _record(
 
 def _needs_data(error: Exception) -> bool:
     """Tell whether the loader wants to see or exchange memory, which tracing has none of."""
-    return isinstance(error, NotImplementedError) or any(word in str(error) for word in ("meta tensor", "set_data"))
+    return isinstance(error, NotImplementedError) or _WANTS_MEMORY.search(str(error)) is not None
 
 
 def _told(error: Exception) -> str:
@@ -215,26 +218,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _ATEN.copy_.default:
-            names = self._by_storage.get(_storage(args[0]))
-            if names:
-                self._copy(names, args[0], args[1])
-                return args[0]
-        elif func in _FILLS and (names := self._by_storage.get(_storage(args[0]))):
+        if func is _ATEN.copy_.default and (names := self._by_storage.get(_storage(args[0]))):
+            self._copy(names, args[0], args[1])
+            return args[0]
+        if func in _FILLS and (names := self._by_storage.get(_storage(args[0]))):
             self._fill(names, args[0], float(args[1]) if len(args) > 1 else 0.0)
             return args[0]
-        elif func in _COPIES and _storage(args[0]) in self._origins:
+        if func in _COPIES and _storage(args[0]) in self._origins:
             dtype = kwargs.get("dtype") or args[0].dtype
             if self._follows(args[0], dtype):
                 return self._derive(args[0], kwargs.get("memory_format") or torch.preserve_format, dtype)
             return torch.empty_like(args[0], dtype=dtype, device="meta")
-        elif func._schema.is_mutable and (written := self._written(func, args, kwargs)) is not None:
+        if func._schema.is_mutable and (written := self._written(func, args, kwargs)) is not None:
             return written
         return func(*args, **kwargs)
 
     def _follows(self, view: torch.Tensor, dtype: torch.dtype) -> bool:
         """Tell whether a copy of a view is followed: other conversions than from float to float are computing."""
-        if view.dtype != self._origins[_storage(view)].dtypes[-1]:
+        if view.dtype != self._origins[_storage(view)].dtypes[-1] or _is_lazy(view):
             return False
         return dtype == view.dtype or may_cast(True, _name(view.dtype), _name(dtype))
 
@@ -247,15 +248,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return copy
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Return the parameter's view that any other operation would write, after noting the obstacle."""
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            for tensor in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(tensor, torch.Tensor) and (names := self._by_storage.get(_storage(tensor))):
-                    self.obstacles.append(f"{names[0]}: the loader writes it with {func}")
-                    return tensor
+        """Return the parameter's view that any other operation would write, after noting the obstacle.
+
+        A tensor without memory that is written is from then on one that the loader computed.
+        """
+        for tensor in _written_by(func, args, kwargs):
+            if names := self._by_storage.get(_storage(tensor)):
+                self.obstacles.append(f"{names[0]}: the loader writes it with {func}")
+                return tensor
+            if torch.Tag.inplace_view not in func.tags:
+                self._origins.pop(_storage(tensor), None)
         return None
 
     def _target(self, names: list[str], view: torch.Tensor) -> _Target | None:
@@ -290,6 +292,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         origin = self._origins.get(_storage(source))
         if dest.dtype != target.tensor.dtype or (origin is not None and source.dtype != origin.dtypes[-1]):
             raise NotABox("the loader takes the bytes of one dtype for another one's")
+        if any(_is_lazy(tensor) for tensor in (source, dest)):
+            raise NotABox("the loader takes its values negated or conjugated")
         if origin is not None and len(_gone_through(origin.dtypes, dest.dtype)) > 2:
             raise NotABox("the loader converts it more than once")
 
@@ -323,8 +327,23 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         target.fills += [Fill(start, shape, value, self._order) for start, shape in region(target.base, _strided(dest))]
 
 
+def _is_lazy(view: torch.Tensor) -> bool:
+    """Tell whether the values of a view are others than its bytes."""
+    return view.is_neg() or view.is_conj()
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _written_by(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor that a call of an operation writes."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(tensor, torch.Tensor):
+                    yield tensor
 
 
 def _gone_through(dtypes: tuple[torch.dtype, ...], last: torch.dtype) -> tuple[torch.dtype, ...]:

@@ -182,9 +182,27 @@ def overlap_twice(params: dict[str, torch.Tensor], weights: Iterable[tuple[str, 
         params["w"][2:].copy_(weight[:2])
 
 
+def through_numpy(params: dict[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+    for _, weight in weights:
+        params["w"].copy_(torch.from_numpy(weight.cpu().numpy()))
+
+
+def through_a_list(params: dict[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+    for _, weight in weights:
+        params["w"].copy_(torch.tensor(weight.tolist()))
+
+
+def negate_lazily(params: dict[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+    for _, weight in weights:
+        params["w"].copy_(torch._neg_view(weight))
+
+
 @pytest.mark.parametrize(
     ("load", "reason"),
     [
+        (through_numpy, "meta device"),
+        (through_a_list, "unallocated storage"),
+        (negate_lazily, "negated"),
         (compute, "computes what it copies"),
         (multiply_in_place, "writes it with aten.mul_"),
         (read, "meta tensor"),
@@ -198,6 +216,47 @@ def test_what_boxes_cannot_express_is_an_obstacle(load: Loader, reason: str) -> 
     result = run(load, {"w": (4, 3)}, {"w": (4, 3)})
     assert not result.differences
     assert any(re.search(reason, text) for text in result.obstacles), result.obstacles
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "scaled": lambda weight: weight.mul_(2),
+    "given as the result": lambda weight: torch.add(weight, 1, out=weight),
+    "one of a list": lambda weight: torch._foreach_mul_([weight], 2.0),
+    "a row of it": lambda weight: weight[0].zero_(),
+    "rows exchanged": lambda weight: weight[:2].copy_(weight[2:].clone()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_tensor_that_the_loader_changes_before_it_copies_is_computed(
+    change: Callable[[torch.Tensor], object],
+) -> None:
+    def before(params: dict[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, weight in weights:
+            change(weight)
+            params["w"].copy_(weight)
+
+    def of_a_copy(params: dict[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, weight in weights:
+            copy = weight.clone()
+            change(copy)
+            params["w"].copy_(copy)
+
+    def afterwards(params: dict[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, weight in weights:
+            params["w"].copy_(weight)
+            change(weight)
+
+    shapes = {"w": (4, 3)}
+    for load in (before, of_a_copy):
+        result = run(load, shapes, shapes)
+        assert any("computes what it copies" in text for text in result.obstacles), result
+    assert run(afterwards, shapes, shapes).boxes == run(overwrite, shapes, shapes).boxes != {}
+
+
+def overwrite(params: dict[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    for _, weight in weights:
+        params["w"].copy_(weight.unsqueeze_(0).squeeze_(0))
 
 
 def test_a_later_whole_copy_replaces_an_earlier_one() -> None:
