@@ -2,17 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
+from operator import sub
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorhub_core.layout.holdings import Holding
+from tensorhub_core.layout.holdings import Holding, end_of
 from tensorhub_core.layout.pieces import Piece, SourceTables, fully_inside, piece_of, touched
-from tensorhub_core.layout.regions import Point, is_empty
+from tensorhub_core.layout.regions import Point, Region, align, intersect, is_empty, subtract
 
 Conflict = tuple[str, int, int]
 """A logical name, and two sources that hold different bytes for one region of it."""
+
+_MOST_PAIRS = 1 << 18
+"""Places of names that share memory which are compared one by one; ties of models take a few."""
+
+
+def same_places(pieces: Sequence[Piece], wanted: Sequence[Holding], index: Sequence[Sequence[Holding]]) -> bool:
+    """Tell whether what pieces bring to a tensor is what another one on its memory wants, read where it could be read.
+
+    `index` are the holdings of what each of `wanted` is a region of. Unlike checksums, this does not mind which of
+    several sources was chosen for either, nor what else lies in a segment.
+    """
+    held: dict[tuple[int, int], list[tuple[Holding, Holding]]] = {}
+    for region, holdings in zip(wanted, index, strict=True):
+        for holding in holdings:
+            held.setdefault((holding.source, holding.storage), []).append((holding, region))
+    if len(pieces) * max(map(len, held.values()), default=0) > _MOST_PAIRS:
+        return False
+    if sum(prod(piece.shape) for piece in pieces) != sum(prod(map(sub, each.hi, each.lo)) for each in wanted):
+        return False
+    return all(_is_brought(piece, held.get((piece.source, piece.src_storage), ())) for piece in pieces)
+
+
+def _is_brought(piece: Piece, held: Sequence[tuple[Holding, Holding]]) -> bool:
+    """Tell whether every point of a piece is wanted from where it comes."""
+    left = [_place(piece)]
+    for holding, region in held:
+        common = intersect((holding.lo, holding.hi), (region.lo, region.hi))
+        other = None if common is None else piece_of(holding, common, region)
+        if other is None or not _in_step(piece, other):
+            continue
+        place = _place(other)
+        parts = [(each, intersect(each, place)) for each in left]
+        left = [rest for each, part in parts for rest in ([each] if part is None else subtract(each, part))]
+    return not left
+
+
+def _place(piece: Piece) -> Region:
+    """Return the box of the destination's tensor that a piece fills."""
+    return piece.dst_start, end_of(piece.dst_start, align(piece.shape, len(piece.dst_start), 1))
+
+
+def _in_step(one: Piece, other: Piece) -> bool:
+    """Tell whether two pieces out of one storage bring each of its elements to the same place."""
+    there, here = (
+        tuple(map(sub, *starts)) for starts in ((one.src_start, other.src_start), (one.dst_start, other.dst_start))
+    )
+    rank = max(len(there), len(here))
+    return align(there, rank, 0) == align(here, rank, 0)
 
 
 def same_bytes(ones: list[Piece], others: list[Piece], tables: SourceTables) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 from tensorhub_core.errors import LayoutMismatch
-from tensorhub_core.layout.agree import conflicts, same_bytes
+from tensorhub_core.layout.agree import conflicts, same_bytes, same_places
 from tensorhub_core.layout.casting import Cast, hint, may_cast
 from tensorhub_core.layout.checks import quote
 from tensorhub_core.layout.cover import Cover
@@ -115,12 +115,18 @@ class _Matcher:
             return []
         found = [self._match_tensor(wanted) for wanted in known]
         for wanted, pieces in zip(known[1:], found[1:], strict=True):
-            if pieces is not None and found[0] is not None and not same_bytes(found[0], pieces, self._tables):
+            if pieces is not None and found[0] is not None and not self._agree(found[0], wanted, pieces):
                 self.differences.append(
                     f"tied: {_names(known[0])} and {_names(wanted)} share memory here, but the version does not "
                     "prove that their bytes are equal"
                 )
         return found[0] or []
+
+    def _agree(self, pieces: list[Piece], wanted: list[Wanted], others: list[Piece]) -> bool:
+        """Tell whether pieces bring what another name of the memory wants, which `others` would bring as well."""
+        index = [self._index[logical] for logical, _ in wanted]
+        # Checksums come last: a plan that compared any is kept only as long as they agree.
+        return same_places(pieces, [region for _, region in wanted], index) or same_bytes(pieces, others, self._tables)
 
     def _match_tensor(self, wanted: list[Wanted]) -> list[Piece] | None:
         """Return the pieces of one tensor, or None after noting why there are none."""

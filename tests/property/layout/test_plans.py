@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tensorhub_core.errors import LayoutMismatch
-from tensorhub_core.layout.canonical import dtype_bytes
+from tensorhub_core.layout.canonical import build_layout, dtype_bytes
 from tensorhub_core.layout.plan import ReadPlan, plan_read
 from tensorhub_core.layout.segments import segment_table
-from tensorhub_core.layout.types import Layout
+from tensorhub_core.layout.types import Layout, TensorSpec
 from tests.property.layout import strategies as draw_layout
 from tests.property.layout.world import SENTINEL, boxes_of, execute, expected, fill, region, sums_of
 
@@ -137,3 +137,28 @@ def test_padding_is_never_needed(data: st.DataObject, seed: int) -> None:
     assert all(map(np.array_equal, *results))
     untouched = [np.full_like(buffer, SENTINEL) for buffer in results[0]]
     assert len(plan) or all(map(np.array_equal, results[0], untouched))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data(), st.integers(0, 2**32 - 1))
+def test_second_names_of_the_same_regions_change_nothing(data: st.DataObject, seed: int) -> None:
+    """Whichever shards the regions come from, and whatever lies beside them there."""
+    model = data.draw(draw_layout.logicals())
+    layouts = data.draw(draw_layout.sources(model, whole=True))
+    destination = data.draw(draw_layout.destinations(model))
+    truth = draw_layout.contents(model, seed)
+    memory = [fill(layout, truth, np.random.default_rng([seed, n])) for n, layout in enumerate(layouts)]
+    sums = [sums_of(*pair) for pair in zip(layouts, memory, strict=True)]
+    twins = [TensorSpec(f"{spec.name} too", spec.dtype, spec.shape, boxes_of(spec)) for spec in destination.tensors]
+    pairs = [(spec.name, f"{spec.name} too") for spec in destination.tensors]
+    both = build_layout(
+        (*destination.tensors, *twins),
+        pairs,
+        shard=destination.shard,
+        num_shards=destination.num_shards,
+        segment_bytes=destination.segment_bytes,
+    )
+    plan = plan_read(both, layouts, sums)
+    buffers, writes = execute(plan, both, layouts, memory)
+    assert max((int(count.max()) for count in writes if len(count)), default=0) <= 1
+    assert all(map(np.array_equal, buffers, expected(both, truth)))
