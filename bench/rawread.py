@@ -66,4 +66,4 @@ def read_all(transport: Transport, peer: PeerId, todo: Sequence[Batch], window: 
             flights.remove(read)
         left -= len(ended)
         if not ended:
-            transport.wait(flights[0], _PAUSE_S)
+            transport.wait(flights[:1], _PAUSE_S)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tensorhub_core.transport.base import Batch, Progress, ReadId, ReadState, Region
@@ -181,7 +181,7 @@ class SimTransport(MemoryTransport):
         self.process = process
         self._waiters = Waiters(plane.timeline)
 
-    def wait(self, read: ReadId, timeout_s: float) -> None:
+    def wait(self, reads: Sequence[ReadId], timeout_s: float) -> None:
         """Let some virtual time pass."""
         self._waiters.wait(max(timeout_s, _SHORTEST_WAIT_S))
 

@@ -98,6 +98,30 @@ def test_several_reads_at_once_from_several_peers(lab: Lab) -> None:
 
 
 @every
+def test_waiting_for_several_peers_at_once_lets_all_of_them_end(lab: Lab) -> None:
+    size = 6 << 20
+    peers = [lab.peer() for _ in range(2)]
+    memory = lab.memory(2 * size)
+    reads = []
+    for number, peer in enumerate(peers):
+        attached = lab.reader.attach(peer.description)
+        run = (memory.ctypes.data + number * size, peer.address, size // (1 + number))
+        reads.append(lab.reader.post(attached, batch(run)))
+    lab.reader.wait([], 0.0)
+    end, active = time.monotonic() + 60, list(reads)
+    while active:
+        assert time.monotonic() < end, "waiting and polling do not bring the rest"
+        lab.reader.wait(active, 0.001)
+        active = [read for read in active if lab.reader.poll(read).state is ReadState.ACTIVE]
+    lab.reader.wait(reads, 0.0)  # ones that have ended
+    assert {lab.reader.poll(read).state for read in reads} == {ReadState.DONE}
+    assert all(lab.reader.close(read) for read in reads)
+    for number, peer in enumerate(peers):
+        length = size // (1 + number)
+        assert np.array_equal(memory[number * size :][:length], peer.data[:length])
+
+
+@every
 def test_memory_that_is_not_registered_is_refused(lab: Lab) -> None:
     peer = lab.peer()
     memory = lab.memory(4096)

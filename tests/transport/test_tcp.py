@@ -88,7 +88,7 @@ def test_a_stopped_source_that_goes_on_finds_its_read_closed(source: ProcessPeer
         wait_until(lambda read=read: side.transport.poll(read) is not None and side.memory[5] != SENTINEL)
         source.stop()
         for _ in range(50):  # more than what can be on its way
-            side.transport.wait(read, 0.001)
+            side.transport.wait([read], 0.001)
         assert side.transport.poll(read) == Progress(ReadState.ACTIVE, idle=True)
         assert side.transport.close(read)
         side.memory[:] = SENTINEL

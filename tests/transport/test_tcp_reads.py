@@ -171,6 +171,6 @@ def test_waiting_alone_moves_every_byte_of_what_was_asked_for(sides: Callable[..
     end = time.monotonic() + 20
     while not np.array_equal(side.memory, serving.memory):
         assert time.monotonic() < end, "waiting does not move the rest"
-        side.transport.wait(reads[-1], 0.001)
+        side.transport.wait(reads[-1:], 0.001)
     assert {side.transport.poll(read).state for read in reads} == {ReadState.DONE}
-    side.transport.wait(reads[0], 0.0)  # one that has ended
+    side.transport.wait(reads[:1], 0.0)  # one that has ended

@@ -151,10 +151,8 @@ class Pump:
             return
         if self._flights:
             # Longer and longer, up to what a batch of a slow link takes a tenth of: polling it costs a CPU otherwise.
-            if len(self._lanes) > 1:
-                time.sleep(self._pause_s)
-            else:
-                self._transport.wait(self._flights[0].read, self._pause_s)
+            firsts = {flight.lane.source: flight.read for flight in reversed(self._flights)}
+            self._transport.wait(list(firsts.values()), self._pause_s)
             self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
         else:
             self._job.idle(_ORDER_PAUSE_S, leaves)

@@ -193,14 +193,16 @@ class AutoTransport:
                 return self._fall_back(found, progress)
         return progress
 
-    def wait(self, read: ReadId, timeout_s: float) -> None:
-        """Wait as the read's way does."""
+    def wait(self, reads: Sequence[ReadId], timeout_s: float) -> None:
+        """Wait as the reads' way does, if they have the same."""
         self._check_usable()
-        found = self._reads.get(read)
-        if found is None or found.inner is None:
+        known = [self._reads.get(read) for read in reads]
+        ways = {found.route.way if found is not None and found.inner is not None else "" for found in known}
+        if len(ways) != 1 or "" in ways:
             time.sleep(timeout_s)
         else:
-            self._members[found.route.way].transport.wait(found.inner, timeout_s)
+            inner = [found.inner for found in known if found is not None and found.inner is not None]
+            self._members[ways.pop()].transport.wait(inner, timeout_s)
 
     def close(self, read: ReadId) -> bool:
         """Forget a read; quiet if its member says so."""

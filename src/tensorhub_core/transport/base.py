@@ -110,10 +110,10 @@ class Transport(Protocol):
     def poll(self, read: ReadId) -> Progress:
         """Say where a read stands. Never blocks."""
 
-    def wait(self, read: ReadId, timeout_s: float) -> None:
-        """Wait until polling a read that is ACTIVE may be worthwhile, for about `timeout_s` or a few milliseconds.
+    def wait(self, reads: Sequence[ReadId], timeout_s: float) -> None:
+        """Wait until polling one of some ACTIVE reads may be worthwhile, for about `timeout_s` or a few milliseconds.
 
-        May move bytes of reads from the same peer.
+        One read of each peer is enough, the first one that was posted. May move bytes of reads from the same peers.
         """
 
     def close(self, read: ReadId) -> bool:

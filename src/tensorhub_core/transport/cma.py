@@ -200,7 +200,7 @@ class CmaTransport:
             ReadState.FAILED, "the read is unknown: it was closed, or ended by a fence"
         )
 
-    def wait(self, read: ReadId, timeout_s: float) -> None:
+    def wait(self, reads: Sequence[ReadId], timeout_s: float) -> None:
         """Wait: a read has ended when `post` returns."""
         time.sleep(timeout_s)
 

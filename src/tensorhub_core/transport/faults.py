@@ -151,13 +151,14 @@ class FaultyTransport:
             found.flipped = True
         return progress
 
-    def wait(self, read: ReadId, timeout_s: float) -> None:
-        """Wait, as long as no fault hides how the read stands."""
-        found = self._reads.get(read)
-        if found is None or found.inner is None or found.fault is not None:
+    def wait(self, reads: Sequence[ReadId], timeout_s: float) -> None:
+        """Wait, as long as no fault hides how one of the reads stands."""
+        known = [self._reads.get(read) for read in reads]
+        plain = [found.inner for found in known if found is not None and found.inner is not None and not found.fault]
+        if not plain or len(plain) < len(known):
             time.sleep(timeout_s)
         else:
-            self._inner.wait(found.inner, timeout_s)
+            self._inner.wait(plain, timeout_s)
 
     def close(self, read: ReadId) -> bool:
         """Close the read; whoever closes one that was never posted cannot know that it is quiet."""

@@ -219,7 +219,7 @@ class MemoryTransport:
             self._network.step()
         return flight.progress
 
-    def wait(self, read: ReadId, timeout_s: float) -> None:
+    def wait(self, reads: Sequence[ReadId], timeout_s: float) -> None:
         """Wait: only polling moves bytes."""
         time.sleep(timeout_s)
 

@@ -176,7 +176,7 @@ class NixlTransport:
         self._update(found)
         return found.progress
 
-    def wait(self, read: ReadId, timeout_s: float) -> None:
+    def wait(self, reads: Sequence[ReadId], timeout_s: float) -> None:
         """Wait: only polling moves bytes of TCP, and nothing tells when others have come."""
         time.sleep(timeout_s)
 

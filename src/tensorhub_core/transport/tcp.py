@@ -20,8 +20,9 @@ from tensorhub_core.transport.extents import Extents, pack_regions
 from tensorhub_core.transport.host import this_host
 from tensorhub_core.transport.tcp_addresses import order_of_trying, share_loopback
 from tensorhub_core.transport.tcp_memory import Vector, sound
-from tensorhub_core.transport.tcp_reading import TcpConnection, TcpRead, connect_first
+from tensorhub_core.transport.tcp_reading import TcpConnection, TcpRead
 from tensorhub_core.transport.tcp_serving import TcpServer
+from tensorhub_core.transport.tcp_waiting import connect_first, wait_for_bytes
 from tensorhub_core.transport.tcp_wire import MOST_RUNS, TcpOffer, decode_metadata, encode_metadata, encode_runs
 
 _UNKNOWN = Progress(ReadState.FAILED, "the read is unknown: it was closed, or ended by a fence")
@@ -179,12 +180,12 @@ class TcpTransport:
                 return found.connection.progress
         return found.progress
 
-    def wait(self, read: ReadId, timeout_s: float) -> None:
-        """Wait until the next read can end, or 4 MiB have come, and receive them; a few milliseconds at most."""
+    def wait(self, reads: Sequence[ReadId], timeout_s: float) -> None:
+        """Wait until the next read of a peer can end, or 4 MiB have come from one; a few milliseconds at most."""
         self._check_usable()
-        posted = self._reads.get(read)
-        connection = posted.read.connection if posted is not None else None
-        if connection is None or not connection.wait():
+        posted = [self._reads.get(read) for read in reads]
+        connections = {found.read.connection for found in posted if found is not None} - {None}
+        if not wait_for_bytes([connection for connection in connections if connection is not None]):
             time.sleep(timeout_s)
 
     def close(self, read: ReadId) -> bool:

@@ -14,13 +14,12 @@ import selectors
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
 from enum import Enum
 
 from tensorhub_core.clock import Clock
 from tensorhub_core.errors import TransportError
 from tensorhub_core.transport.base import Progress, ReadState
-from tensorhub_core.transport.tcp_addresses import new_selector, tune
+from tensorhub_core.transport.tcp_addresses import tune
 from tensorhub_core.transport.tcp_calls import VectoredCalls
 from tensorhub_core.transport.tcp_memory import Vector
 from tensorhub_core.transport.tcp_wire import (
@@ -46,10 +45,9 @@ again, which takes milliseconds where another thread computes."""
 WAKE_BYTES, MOST_WAKE_BYTES = 1 << 20, 4 << 20
 """Whoever waits is woken when the rest of the next read is there, within these bounds: before, there is nothing to do
 with it, and each waking costs the source too, whose sending does it where both are on one machine."""
-_WAIT_S = 0.004
+WAIT_S = 0.004
 MOST_READS = 1024
 _MOST_UNSENT_BYTES = 4 * MOST_REQUEST_BYTES
-_SELECT_S = 0.1
 _ENDED = "it closed the connection: its process has ended, or it has revoked its memory or given up this reader"
 _STRANGER = "it is not the peer of this description, but one that got its address"
 _ACTIVE = Progress(ReadState.ACTIVE)
@@ -170,8 +168,12 @@ class TcpConnection:
         """Do what can be done without waiting: connect, send, receive up to a bound. A failure ends the connection."""
         self._drive(most_bytes, wait=False)
 
-    def wait(self) -> bool:
-        """Receive like `drive`, but wait some milliseconds for the first bytes; False if there is no sense in it."""
+    def wait(self) -> None:
+        """Receive like `drive`, but wait some milliseconds for the first bytes, after `expect_bytes`."""
+        self._drive(DRIVE_BYTES, wait=True)
+
+    def expect_bytes(self) -> bool:
+        """Be readable when there is something to do with what has come; False if there is no sense in waiting."""
         if not self.opened or self._unsent or not self._reads:
             return False
         wake_bytes = min(max(WAKE_BYTES, self._reads[0][1].vector.left_bytes), MOST_WAKE_BYTES, self._owed_bytes)
@@ -179,7 +181,6 @@ class TcpConnection:
             with contextlib.suppress(OSError, AttributeError):
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
             self._wake_bytes = wake_bytes
-        self._drive(DRIVE_BYTES, wait=True)
         return True
 
     def _drive(self, most_bytes: int, *, wait: bool) -> None:
@@ -333,7 +334,7 @@ class TcpConnection:
     def _bound_waiting(self) -> None:
         """Let calls wait that are not told otherwise, but only for a short time."""
         self._socket.setblocking(True)
-        bound = struct.pack("@ll", 0, int(_WAIT_S * 1e6))
+        bound = struct.pack("@ll", 0, int(WAIT_S * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
 
     def _end_read(self, progress: Progress) -> None:
@@ -341,55 +342,3 @@ class TcpConnection:
         read.progress = progress
         self._owed_bytes -= read.vector.left_bytes
         self._expect_head()
-
-
-def connect_first(
-    groups: Sequence[Sequence[Endpoint]], agent: str, secret: bytes, clock: Clock, timeout_s: float
-) -> TcpConnection:
-    """Return the first open connection to an agent, from the first group of endpoints that has one.
-
-    Raises TransportError, which names what was tried, after `timeout_s` at the latest.
-    """
-    end = clock.now() + timeout_s
-    failures: list[str] = []
-    for group in groups:
-        found = _first_open(group, agent, secret, clock, end, failures)
-        if found is not None:
-            return found
-    tried = "; ".join(failures) or "it can be reached from its own machine only"
-    raise TransportError(f"the source {agent!r} cannot be reached: {tried}")
-
-
-def _first_open(
-    group: Sequence[Endpoint], agent: str, secret: bytes, clock: Clock, end: float, failures: list[str]
-) -> TcpConnection | None:
-    left_s = max(0.0, end - clock.now())
-    trying: list[TcpConnection] = []
-    try:
-        for endpoint in group:
-            trying.append(TcpConnection(endpoint, agent, secret, clock, left_s))
-        while trying:
-            opened = next((connection for connection in trying if connection.opened), None)
-            if opened is not None:
-                trying.remove(opened)
-                return opened
-            for connection in [connection for connection in trying if connection.closed]:
-                failures.append(f"{connection.endpoint}: {connection.error}")
-                trying.remove(connection)
-            _wait(trying, min(_SELECT_S, max(0.0, end - clock.now())))
-            for connection in trying:
-                connection.drive()
-                if clock.now() >= end and not connection.opened:
-                    connection.fail(f"no answer within {left_s:.1f} s")
-    finally:
-        for connection in trying:
-            connection.fail("another address was faster")
-    return None
-
-
-def _wait(connections: Sequence[TcpConnection], timeout_s: float) -> None:
-    """Wait until one of them can be driven on."""
-    with new_selector() as selector:
-        for connection in connections:
-            selector.register(connection, connection.awaited_events())
-        selector.select(timeout_s)
