@@ -100,9 +100,9 @@ class Worker:
         """Register the worker's tensors: their memory is pinned and filled or read in place from now on.
 
         `tensors`: a mapping or an iterable of (name, tensor), torch (CPU, CUDA) or numpy; kept alive until `close()`.
-        `boxes`: where regions of logical tensors lie in these; without, each tensor is the logical one of its name. A
-        `tag` says that the bytes are in a processed form that only an equal layout can read. Raises RegistrationError
-        naming the tensor, StateError while a version is published.
+        `boxes`: where regions of logical tensors lie in these; without, each tensor is the logical one of its name. Let
+        what they leave out be alike at all replicas: equal layouts copy and compare it. A `tag` says that only an equal
+        layout can read the bytes. Raises RegistrationError naming the tensor, StateError while a version is published.
         """
         with self._exclusively("register"):
             self._holding.check_register()

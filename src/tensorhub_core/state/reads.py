@@ -28,7 +28,7 @@ from tensorhub_core.state.resuming import ended_before, keep_end
 from tensorhub_core.state.rounds import abort, drop_leases, drop_leases_of, in_words, keep_promise, leases_stand, where
 from tensorhub_core.state.sourcing import new_copy
 from tensorhub_core.state.tickets import pass_on
-from tensorhub_core.state.versions import bind_manifest, note_offered, note_whole, show
+from tensorhub_core.state.versions import PADDING_TOO, bind_manifest, note_offered, note_whole, show
 
 
 def filling(s: Step, worker: Worker, request: int, m: Filling) -> None:
@@ -158,6 +158,7 @@ def done(s: Step, worker: Worker, request: int, m: Done) -> None:
     bound = None if record is None else record.manifests.get(copy.memory.layout)
     if bound is not None and bound != sums:
         text = f"the bytes of {group.replica}/{worker.shard} differ from the version's first manifest in this layout"
+        text += f"; {PADDING_TOO}"
         if m.converted:
             text += "; they are converted: holders of the version may have published other values in another dtype"
         return abort_for(s, group, worker, request, current, CorruptTransfer(text))

@@ -23,6 +23,8 @@ from tensorhub_core.state.records import (
     Worker,
 )
 
+PADDING_TOO = "what lies outside of all boxes (padding) counts as well, and has to be alike at all replicas"
+
 
 def show(key: VersionKey | None) -> str:
     """Write a version for people."""
@@ -98,7 +100,7 @@ def check_creation(model: ModelState, worker: Worker, key: VersionKey, layout: D
         if record.manifests[layout] != sums:
             raise VersionConflict(
                 f"version {show(key)} of model {model.name!r} was published with other bytes (by {record.creator!r}): "
-                "publish under a higher number, or name a new stream to start over"
+                f"publish under a higher number, or name a new stream to start over; {PADDING_TOO}"
             )
         return
     newest = highest_number(model, key[0])
@@ -182,7 +184,9 @@ def check_publishable(model: ModelState, worker: Worker, key: VersionKey, memory
     record = model.versions.get(key)
     bound = None if record is None else record.manifests.get(memory.layout)
     if bound is not None and bound != sums:
-        raise VersionConflict(f"version {show(key)} of model {model.name!r} has other bytes in this layout")
+        raise VersionConflict(
+            f"version {show(key)} of model {model.name!r} has other bytes in this layout; {PADDING_TOO}"
+        )
     if copy is None or copy.state is CopyState.HELD:
         return
     if copy.state is CopyState.FILLING:

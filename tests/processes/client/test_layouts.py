@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensorhub_core import Worker
+from tensorhub_core import Box, CorruptTransfer, VersionConflict, Worker
 from tests.processes.client.conftest import Hub
 from tests.processes.client.test_faults import in_background
 from tests.processes.client.test_shards import Arrays, part, shards, together, whole, zeros
@@ -119,3 +119,22 @@ def test_nobody_waits_for_the_first_one_that_still_reshards(here: Hub) -> None:
     fill(third, heard)
     assert heard.sources <= {"first", "second"}
     assert holds(third, 1)
+
+
+def test_replicas_whose_padding_differs_are_told_so(here: Hub) -> None:
+    """It is part of what equal layouts copy and compare, but nobody fills it from another layout."""
+    ((trainer, _),) = shards(here, "trainer", {"w": np.ones((4, 64), np.float32)}, 1)
+    trainer.publish(1)
+    readers = []
+    for padding in (0, 0, 7, 7):
+        worker, mine = here.worker(f"reader {len(readers)}"), np.full((6, 64), padding, np.float32)
+        worker.register({"padded": mine}, {"padded": [Box("w", (0, 0), (4, 64), (1, 0))]})
+        readers.append(worker)
+    assert readers[3].replicate(publish=False) == 1, "nobody has said yet what the padding is"
+    for worker in readers[:2]:
+        assert worker.replicate() == 1
+        worker.unpublish()  # so that the next one is not filled from it, padding and all
+    with pytest.raises(CorruptTransfer, match="padding"):
+        readers[2].replicate()
+    with pytest.raises(VersionConflict, match="padding"):
+        readers[3].publish(1)
