@@ -107,18 +107,15 @@ def test_waiting_for_several_peers_at_once_lets_all_of_them_end(lab: Lab) -> Non
         attached = lab.reader.attach(peer.description)
         run = (memory.ctypes.data + number * size, peer.address, size // (1 + number))
         reads.append(lab.reader.post(attached, batch(run)))
-    lab.reader.wait([], 0.0)
-    end, active = time.monotonic() + 60, list(reads)
-    while active:
-        assert time.monotonic() < end, "waiting and polling do not bring the rest"
+    active = list(reads)
+    while active:  # the time-out of all tests here ends it
         lab.reader.wait(active, 0.001)
         active = [read for read in active if lab.reader.poll(read).state is ReadState.ACTIVE]
     lab.reader.wait(reads, 0.0)  # ones that have ended
     assert {lab.reader.poll(read).state for read in reads} == {ReadState.DONE}
     assert all(lab.reader.close(read) for read in reads)
-    for number, peer in enumerate(peers):
-        length = size // (1 + number)
-        assert np.array_equal(memory[number * size :][:length], peer.data[:length])
+    assert np.array_equal(memory[:size], peers[0].data[:size])
+    assert np.array_equal(memory[size:][: size // 2], peers[1].data[: size // 2])
 
 
 @every
