@@ -131,12 +131,12 @@ def _layers(
 def _file_path(environ: Mapping[str, str], file: Path | None) -> Path | None:
     named = file or (Path(environ[FILE_VARIABLE]) if environ.get(FILE_VARIABLE) else None)
     if named is not None:
-        if not named.is_file():
+        if not os.path.isfile(named):
             raise ConfigError(f"the settings file {named} does not exist: correct {FILE_VARIABLE} or create it")
         return named
     folder = environ.get("XDG_CONFIG_HOME") or (os.path.join(environ["HOME"], ".config") if "HOME" in environ else "")
     path = Path(folder) / "tensorhub" / "config.toml"
-    return path if folder and path.is_file() else None
+    return path if folder and os.path.isfile(path) else None
 
 
 def _read_file(path: Path) -> dict[str, object]:

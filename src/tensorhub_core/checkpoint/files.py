@@ -55,12 +55,18 @@ class Extent:
 
 
 def existing_folder(directory: str | os.PathLike[str]) -> Path:
-    """Return the folder; raises ConfigError unless there is one."""
+    """Return the folder; raises ConfigError unless there is one that can be listed."""
     folder = Path(directory)
-    if not folder.is_dir():
-        what = "is not a directory" if folder.exists() else "does not exist"
-        raise ConfigError(f"checkpoint directory {folder} {what}")
-    return folder
+    try:
+        with os.scandir(folder):
+            return folder
+    except FileNotFoundError:
+        what = "does not exist"
+    except NotADirectoryError:
+        what = "is not a directory" if os.path.lexists(folder) else "does not exist"
+    except (OSError, ValueError) as error:
+        what = f"cannot be read: {getattr(error, 'strerror', error)}"
+    raise ConfigError(f"checkpoint directory {folder} {what}")
 
 
 def is_inside(file: str) -> bool:

@@ -83,7 +83,7 @@ def detect(directory: str | os.PathLike[str]) -> tuple[Path, str]:
     """
     folder = existing_folder(directory)
     found = _formats_in(folder)
-    if not found and (folder / _LATEST_FILE).is_file():
+    if not found and os.path.isfile(folder / _LATEST_FILE):
         folder = _newest_iteration(folder)
         found = _formats_in(folder)
     if len(found) == 1:
@@ -95,13 +95,13 @@ def detect(directory: str | os.PathLike[str]) -> tuple[Path, str]:
 
 def _formats_in(folder: Path) -> list[str]:
     found = []
-    if any(folder.glob("*.safetensors")) or (folder / INDEX_FILE).exists():
+    if any(folder.glob("*.safetensors")) or os.path.exists(folder / INDEX_FILE):
         found.append(SAFETENSORS)
-    if (folder / _MEGATRON_FILE).is_file() and _backend(folder) is not None:
+    if os.path.isfile(folder / _MEGATRON_FILE) and _backend(folder) is not None:
         found.append(TORCH_DIST)
-        if not (folder / DCP_INDEX_FILE).exists():
+        if not os.path.exists(folder / DCP_INDEX_FILE):
             raise ConfigError(f"{folder} was not saved to its end: it has {_MEGATRON_FILE} but no {DCP_INDEX_FILE}")
-    elif (folder / DCP_INDEX_FILE).is_file():
+    elif os.path.isfile(folder / DCP_INDEX_FILE):
         found.append(DCP)
     return found
 
@@ -132,9 +132,9 @@ def _missing(folder: Path) -> str:
         return "only pickled files (*.bin, *.pt), which may hold anything and are not read; save it as safetensors"
     looked = f"no {SINGLE_FILE}, {INDEX_FILE} or single *.safetensors file, no {DCP_INDEX_FILE}, no {_LATEST_FILE}"
     inner = []
-    for child in sorted(folder.iterdir()):
-        if child.is_dir() and any((child / name).exists() for name in (SINGLE_FILE, INDEX_FILE, DCP_INDEX_FILE)):
-            inner.append(child.name)
+    for child in sorted(os.listdir(folder)):
+        if any(os.path.exists(folder / child / name) for name in (SINGLE_FILE, INDEX_FILE, DCP_INDEX_FILE)):
+            inner.append(child)
     hint = f"; there are checkpoints in {', '.join(inner[:_MAX_HINTS])} below it" if inner else ""
     return f"it has {looked}{hint}"
 

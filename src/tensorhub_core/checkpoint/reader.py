@@ -69,10 +69,10 @@ def open_checkpoint(
 
 def _find_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     index_path = folder / INDEX_FILE
-    if index_path.exists():
+    if os.path.exists(index_path):
         index = _read_index(index_path)
         return [folder / name for name in sorted(set(index.values()))], index
-    if (folder / SINGLE_FILE).exists():
+    if os.path.exists(folder / SINGLE_FILE):
         return [folder / SINGLE_FILE], None
     found = sorted(folder.glob("*.safetensors"))
     if len(found) == 1:

@@ -28,7 +28,13 @@ WriteProgress = Callable[[int, int], None]
 
 def check_target(directory: str | os.PathLike[str]) -> Path:
     """Return the absolute target; raises ConfigError unless it can be written: absent, or an empty directory."""
-    target = Path(directory).resolve()
+    try:
+        return _checked_target(Path(directory).resolve())
+    except OSError as error:
+        raise ConfigError(f"cannot write {directory}: {error.strerror or error}") from None
+
+
+def _checked_target(target: Path) -> Path:
     parent = next(folder for folder in target.parents if folder.exists())
     if not parent.is_dir():
         raise ConfigError(f"{target} cannot be made: {parent} is not a directory")
@@ -38,6 +44,8 @@ def check_target(directory: str | os.PathLike[str]) -> Path:
         raise ConfigError(f"{target} exists and is not a directory")
     if target.is_dir() and any(target.iterdir()):
         raise ConfigError(f"{target} is not empty: name a new directory, or empty this one")
+    if os.path.ismount(target):
+        raise ConfigError(f"{target} is where a file system is mounted, which cannot be replaced: name a folder in it")
     return target
 
 

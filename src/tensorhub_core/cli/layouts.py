@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,11 +56,11 @@ def find_layouts(
     LayoutMismatch if a file holds no layout, VersionUnavailable if the replica holds no whole version.
     """
     layouts: list[Layout] = []
-    for part in [text] if Path(text).exists() else text.split(","):
+    for part in [text] if os.path.exists(text) else text.split(","):
         path = Path(part)
-        if path.is_dir():
+        if os.path.isdir(path):
             layouts += _of_folder(path, settings, options, format)
-        elif path.is_file():
+        elif os.path.isfile(path):
             layouts.append(load_layout(path))
         else:
             live = live_name(part)
@@ -84,11 +85,12 @@ def save_layouts(layouts: Sequence[Layout], out: Path) -> list[Path]:
     if len(layouts) == 1:
         files = [out]
     else:
-        if out.is_file():
+        if os.path.isfile(out):
             raise ConfigError(f"{out} is a file: {len(layouts)} layouts are written to a folder")
-        out.mkdir(parents=True, exist_ok=True)
         files = [out / f"shard-{each.shard:05}-of-{each.num_shards:05}{SUFFIX}" for each in layouts]
     try:
+        if len(files) > 1:
+            out.mkdir(parents=True, exist_ok=True)
         for file, layout in zip(files, layouts, strict=True):
             file.write_bytes(encode_layout(layout))
     except OSError as error:

@@ -5,6 +5,7 @@ CURVE protects `tcp://` addresses. A Unix socket is guarded by the permissions o
 
 from __future__ import annotations
 
+import os
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,7 +60,7 @@ def server_keys(config: ServerConfig) -> ServerKeys | None:
             raise ConfigError("curve_clients needs curve_secret as well: the path of the server's secret certificate")
         return None
     clients = None if config.curve_clients is None else Path(config.curve_clients)
-    if clients is not None and not clients.is_dir():
+    if clients is not None and not os.path.isdir(clients):
         raise ConfigError(f"curve_clients = {clients} is not a folder: `tensorhub keygen` makes one")
     return ServerKeys(*_pair(Path(config.curve_secret), "curve_secret"), clients)
 

@@ -124,3 +124,28 @@ def test_a_file_of_names(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(ConfigError, match=r"names\.json is missing"):
         read_names(path)
+
+
+NO_PATH = "n" * 300
+"""Longer than any name of a file: asking for it fails otherwise than by "there is none"."""
+
+
+@pytest.mark.parametrize("format", [None, "safetensors", "dcp"])
+def test_a_path_that_cannot_even_be_looked_at_is_refused_by_name(tmp_path: Path, format: str | None) -> None:
+    with pytest.raises(ConfigError, match=rf"{NO_PATH} cannot be read: File name too long"):
+        open_folder(tmp_path / NO_PATH, format=format)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ConfigError, match=r"loop cannot be read"):
+        open_folder(tmp_path / "loop", format=format)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file is not a directory"):
+        open_folder(tmp_path / "file", format=format)
+    with pytest.raises(ConfigError, match=r"inner does not exist"):
+        open_folder(tmp_path / "file" / "inner", format=format)
+
+
+def test_what_lies_beside_a_checkpoint_and_cannot_be_looked_at_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "lost").symlink_to(tmp_path / NO_PATH)  # like a folder of somebody else's
+    safetensors(tmp_path / "mine")
+    with pytest.raises(ConfigError, match=r"there are checkpoints in mine below it"):
+        open_folder(tmp_path)

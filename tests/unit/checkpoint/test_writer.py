@@ -181,3 +181,16 @@ def test_a_parent_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot be made: .*file is not a directory"):
         write_checkpoint(tmp_path / "file" / "out", raw({"a": torch.ones(1)}))
+
+
+def test_a_target_that_cannot_be_looked_at_or_replaced_is_refused_before_anything_moves(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot write .*: File name too long"):
+        check_target(tmp_path / ("n" * 300) / "out")
+    mounted = next((path for path in map(Path, ("/dev/shm", "/dev/mqueue", "/proc")) if _is_empty_mount(path)), None)
+    if mounted is not None:
+        with pytest.raises(ConfigError, match=r"where a file system is mounted.*: name a folder in it"):
+            check_target(mounted)
+
+
+def _is_empty_mount(path: Path) -> bool:
+    return os.path.ismount(path) and not os.listdir(path)

@@ -11,11 +11,12 @@ import pytest
 import safetensors.numpy
 from click.testing import CliRunner, Result
 
-from tensorhub_core.cli.layouts import LiveName, live_name, load_layout, save_layouts
+from tensorhub_core.cli.layouts import LiveName, find_layouts, live_name, load_layout, save_layouts
 from tensorhub_core.cli.main import tensorhub
 from tensorhub_core.errors import LayoutMismatch
 from tensorhub_core.layout.canonical import digest_of, encode_layout
 from tensorhub_core.layout.types import Layout
+from tensorhub_core.settings import load_settings
 from tests.unit.layout.shapes import columns, layout, rows, spec
 
 Run = Callable[..., Result]
@@ -221,3 +222,22 @@ def test_without_a_hub_a_live_name_says_so(run: Run) -> None:
     refused = run("layout", "policy:trainer")
     assert refused.exit_code == 1
     assert "no server was named" in refused.output
+
+
+def test_many_files_with_commas_between_are_longer_than_any_path(run: Run, tmp_path: Path) -> None:
+    files = save_layouts(row_shards(40), tmp_path / ("folder" * 20))
+    text = ",".join(map(str, files))
+    assert len(text) > 4096
+    assert len(find_layouts(text, load_settings(environ={})).layouts) == 40
+    refused = run("layout", "n" * 300)
+    assert refused.exit_code == 1
+    assert refused.output.startswith("Error: there is no file or folder nn")
+
+
+def test_a_place_for_several_layouts_that_cannot_be_made_is_named(run: Run, tmp_path: Path) -> None:
+    save_layouts(row_shards(2), tmp_path / "two")
+    (tmp_path / "file").touch()
+    for out in (tmp_path / ("n" * 300), tmp_path / "file" / "inner"):
+        refused = run("layout", "two", "--out", out)
+        assert refused.exit_code == 1
+        assert refused.output.startswith(f"Error: cannot write {out}: ")

@@ -187,6 +187,15 @@ def test_the_file_is_found_where_users_keep_settings(tmp_path: Path) -> None:
     assert load_settings(environ=both).client.zone == "named"
 
 
+def test_a_home_that_cannot_be_looked_into_has_no_file(tmp_path: Path) -> None:
+    """As of a user whose HOME is another one's, which is common in containers."""
+    nowhere = str(tmp_path / ("n" * 300))
+    for environ in ({"HOME": nowhere}, {"XDG_CONFIG_HOME": nowhere}):
+        assert load_settings(environ=environ).origins == {}
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_settings(environ={"TENSORHUB_CONFIG": nowhere})
+
+
 def test_a_named_file_has_to_exist(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing\.toml"):
         load_settings(environ={FILE_VARIABLE: str(tmp_path / "nothing.toml")})

@@ -100,7 +100,7 @@ def open_torch_dist(folder: Path, options: OpenOptions) -> Checkpoint:
 def _config_beside(folder: Path) -> Path:
     """Return the `config.json` in the folder of an iteration, or in the one that holds all of them."""
     for place in (folder, folder.parent) if folder.name.startswith(("iter_", "release")) else (folder,):
-        if (place / "config.json").is_file():
+        if os.path.isfile(place / "config.json"):
             return place / "config.json"
     raise ConfigError(
         f"{folder} says nothing about heads and the vocabulary: give hf_config (--hf-config), the Hugging Face "

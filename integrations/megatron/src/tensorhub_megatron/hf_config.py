@@ -59,7 +59,7 @@ def read_hf_config(hf_config: Any) -> dict[str, Any]:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    file = path / "config.json" if path.is_dir() else path
+    file = path / "config.json" if os.path.isdir(path) else path
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
