@@ -5,7 +5,7 @@ Pure; no IO. Nothing in an index is trusted: the parts of a tensor must make it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
@@ -137,6 +137,7 @@ def parse_index(data: bytes, what: str) -> DcpIndex:
         damaged(what, "it holds something else than the index of a distributed checkpoint")
     places = dict(_places(root.get("storage_data"), what))
     paths = root.get("planner_data")
+    _check_parts(items.values(), len(data), what)
     tensors = []
     for key, item in items.items():
         if not isinstance(key, str) or not is_name(key):
@@ -145,6 +146,13 @@ def parse_index(data: bytes, what: str) -> DcpIndex:
             path = paths.get(key) if isinstance(paths, dict) else None
             tensors.append(_tensor(key, _checked_path(path, key), item, places, what))
     return DcpIndex(tuple(sorted(tensors, key=lambda tensor: tensor.key)), len(items) - len(tensors))
+
+
+def _check_parts(items: Iterable[object], index_bytes: int, what: str) -> None:
+    """Refuse more parts than an index of this size can describe: many tensors that share one long list of them."""
+    lists = [item.get("chunks") for item in items if isinstance(item, _Tensor)]
+    if sum(len(parts) for parts in lists if isinstance(parts, list)) > index_bytes:
+        damaged(what, f"its tensors have more parts than its {index_bytes:,} bytes can describe")
 
 
 _Place = tuple[str, int, int]

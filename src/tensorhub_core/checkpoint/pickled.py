@@ -16,6 +16,21 @@ from typing import Any, NoReturn
 
 from tensorhub_core.errors import ConfigError
 
+_MOST_VISITS_A_BYTE = 64
+_FREE_VISITS = 1 << 16
+_NOTING = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}
+_NOTED = {"GET", "BINGET", "LONG_BINGET"}
+_HASHING = {"SETITEM", "SETITEMS", "ADDITEMS"}
+"""What changes a collection that the stack has below the keys: those are visited once more each time."""
+_PUSHING = {op.name for op in pickletools.opcodes if not op.stack_before and len(op.stack_after) == 1}
+_PUSHING -= {"MARK", *_NOTED}
+_TO_MARK = {op.name for op in pickletools.opcodes if pickletools.markobject in op.stack_before}
+_EFFECTS = {
+    op.name: ([*op.stack_before, pickletools.markobject].index(pickletools.markobject), len(op.stack_after))
+    for op in pickletools.opcodes
+}
+"""How many values each operation takes from the stack, beside all down to a mark (`_TO_MARK`), and puts there."""
+
 
 class _Sealed(type):
     """Keep a pickle from changing the stand-ins themselves."""
@@ -78,7 +93,7 @@ def read_pickle(data: bytes, names: Names, what: str, persistent: Callable[[Any]
     ConfigError naming the class if any other is asked for, or saying that the pickle is damaged. Any thread.
     """
     try:
-        _check_memory(data)
+        _check_work(data)
         return _Reader(data, names, persistent, what).load()
     except ConfigError:
         raise
@@ -86,11 +101,37 @@ def read_pickle(data: bytes, names: Names, what: str, persistent: Callable[[Any]
         damaged(what, f"{type(error).__name__}: {str(error)[:200]}")
 
 
-def _check_memory(data: bytes) -> None:
-    """Refuse numbers of notes beyond what the pickle could take: the reader makes room up to the number at once."""
+def _check_work(data: bytes) -> None:
+    """Refuse what would take more memory or time than the pickle's size explains, by stepping through it in numbers.
+
+    The reader makes room for notes up to their number at once. A tuple of twice the tuple before it, and so on, is
+    small as a pickle and in memory, but whoever compares or hashes it as the key of a dictionary visits all of it.
+    """
+    most, spent = _MOST_VISITS_A_BYTE * len(data) + _FREE_VISITS, 0
+    stack, notes, marks = [0], dict[int, int](), list[int]()
     for operation, argument, _ in pickletools.genops(data):
-        if operation.name in ("PUT", "LONG_BINPUT") and argument is not None and argument > len(data):
-            raise ValueError(f"it takes note number {argument:,}")
+        name = operation.name
+        if name in _PUSHING:
+            stack.append(1)
+        elif name in _NOTED:
+            stack.append(notes.get(argument or 0, 0))
+        elif name == "MARK":
+            marks.append(len(stack))
+        elif name in _NOTING:
+            number = len(notes) if argument is None else argument
+            if number > len(data):
+                raise ValueError(f"it takes note number {number:,}")
+            notes[number] = stack[-1]
+        elif name == "POP" and marks and marks[-1] == len(stack):
+            marks.pop()
+        else:
+            takes, gives = _EFFECTS[name]
+            begin = marks.pop() - takes if name in _TO_MARK else len(stack) - takes
+            visits = 1 + sum(stack[begin:])
+            spent += visits - stack[begin] if name in _HASHING else 0
+            if max(visits, spent) > most:
+                raise ValueError("its values are nested in each other over and over")
+            stack[begin:] = [visits] * gives
 
 
 def damaged(what: str, why: str) -> NoReturn:

@@ -215,6 +215,52 @@ def test_memory_for_notes_that_nobody_takes_is_not_asked_for(data: bytes) -> Non
         read_pickle(data, {}, "it")
 
 
+NESTED = b"N" + b"2\x86" * 60
+"""A tuple of twice the tuple before it, sixty times."""
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"}" + NESTED + b"Ns.",
+        b"}(" + NESTED + b"Nu.",
+        b"(" + NESTED + b"\x91.",
+        b"N" + b"p0\ng0\ng0\n\x87" * 60 + b".",
+        b"N" + b"(02\x86" * 60 + b".",
+        b"N" + b"2\x86" * 12 + b"p0\n0}" + b"g0\nNs" * 1000 + b".",
+    ],
+    ids=["a key", "keys", "a set", "by notes", "behind marks that are dropped", "a large key over and over"],
+)
+def test_a_small_pickle_cannot_take_for_ever(data: bytes) -> None:
+    with pytest.raises(ConfigError, match="nested in each other over and over"):
+        read_pickle(data, {}, "it")
+
+
+def test_what_is_shared_by_many_is_not_taken_for_work_without_end() -> None:
+    items = b"".join(b"I%d\ng0\n" % number for number in range(3000))
+    shared = b"(I1\n(I2\nI3\nttp0\n0"
+    assert read_pickle(shared + b"}(" + items + b"u.", {}, "it") == dict.fromkeys(range(3000), (1, (2, 3)))
+
+
+def record(name: str, **fields: bytes) -> bytes:
+    """Return the pickle of an object of torch's with fields that are pickles."""
+    texts = b"".join(b"S'%s'\n" % field.encode() + value for field, value in fields.items())
+    return b"ctorch.distributed.checkpoint.metadata\n%s\n)R}(" % name.encode() + texts + b"ub"
+
+
+def test_many_tensors_cannot_share_one_long_list_of_parts(tmp_path: Path) -> None:
+    part = record("ChunkStorageMetadata", offsets=b"(I0\nt", sizes=b"(I1\nt") + b"p0\n0"
+    listed = b"]p1\n(" + b"g0\n" * 400 + b"e0"
+    properties = record("TensorProperties", dtype=b"ctorch\nfloat32\n")
+    tensor = record("TensorStorageMetadata", properties=properties, size=b"(I1\nt", chunks=b"g1\n") + b"p2\n0"
+    for count, said in ((1, "does not say in which file"), (400, "more parts than its")):
+        keys = b"".join(b"S'w%d'\ng2\n" % number for number in range(count))
+        index = record("Metadata", state_dict_metadata=b"}(" + keys + b"u", storage_data=b"}")
+        (tmp_path / ".metadata").write_bytes(part + listed + tensor + index + b".")
+        with pytest.raises(ConfigError, match=said):
+            open_dcp(tmp_path)
+
+
 @pytest.mark.parametrize("data", [b"N.", b"}.", b"I1\n.", b"S'text'\n.", b"(I1\nI2\nt."])
 def test_plain_values_are_no_index(data: bytes, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(data)
