@@ -14,6 +14,7 @@ from tensorhub_core.engine.logical import LogicalTensor, logical_tensors
 from tensorhub_core.engine.trace import trace
 from tensorhub_core.errors import LayoutMismatch
 from tensorhub_core.layout.casting import Cast
+from tensorhub_core.layout.match import listing
 from tensorhub_core.layout.types import IDENTITY_TAG, Box, Layout
 
 
@@ -110,8 +111,7 @@ def fit_logical(memory: EngineMemory, sources: Sequence[LogicalTensor], cast: Ca
     if not traced.obstacles:
         differences += [f"missing: the version has nothing for {name!r}" for name in memory.missing(traced.untouched)]
     if differences:
-        text = "the version does not fit this engine:\n- " + "\n- ".join(differences)
-        raise LayoutMismatch(text, tuple(differences))
+        raise listing("the version does not fit this engine", differences)
     if traced.obstacles:
         note = "streamed in pieces through the engine's own loading: " + "; ".join(traced.obstacles[:3])
         parameters, tag = dict(memory.parameters()), _loaded(memory)

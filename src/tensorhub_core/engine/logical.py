@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tensorhub_core.errors import LayoutMismatch
+from tensorhub_core.layout.checks import MAX_BYTES
+from tensorhub_core.layout.dtypes import dtype_bytes
 from tensorhub_core.layout.types import IDENTITY_TAG, Layout
 
 
@@ -22,7 +25,7 @@ def logical_tensors(layouts: Iterable[Layout]) -> list[LogicalTensor]:
     """Return the logical tensors, sorted by name, that the shards of one replica hold together.
 
     A tensor that is spread over boxes is as large as the boxes reach. Raises LayoutMismatch if a shard's bytes are in
-    a processed form, or two shards disagree about a dtype.
+    a processed form, two shards disagree about a dtype, or a tensor would be larger than any memory.
     """
     dtypes: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -47,6 +50,11 @@ def logical_tensors(layouts: Iterable[Layout]) -> list[LogicalTensor]:
                     differences.append(f"{name}: {len(known)} axes in one shard, {len(reach)} in another")
                 else:
                     shapes[name] = tuple(max(pair) for pair in zip(known, reach, strict=True))
+    differences += [
+        f"{name}: {dtypes[name]} {shape} is larger than any memory"
+        for name, shape in shapes.items()
+        if math.prod(shape) * dtype_bytes(dtypes[name]) > MAX_BYTES
+    ]
     if differences:
         raise LayoutMismatch("the shards of the source disagree: " + "; ".join(differences), tuple(differences))
     return [LogicalTensor(name, dtypes[name], shapes[name]) for name in sorted(shapes)]

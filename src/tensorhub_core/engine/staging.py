@@ -15,8 +15,9 @@ from tensorhub_core.client.piecewise_round import PassingVersion, PieceReader
 from tensorhub_core.client.tensors import RawTensor
 from tensorhub_core.client.versions import Version
 from tensorhub_core.engine.logical import LogicalTensor, logical_tensors
-from tensorhub_core.errors import DeadlineExceeded, LayoutMismatch, StateError, TensorHubError
+from tensorhub_core.errors import DeadlineExceeded, StateError, TensorHubError
 from tensorhub_core.ids import VersionKey
+from tensorhub_core.layout.match import listing
 from tensorhub_core.layout.types import Layout
 from tensorhub_core.limits import start_thread
 
@@ -53,8 +54,8 @@ class Staging:
         known = {source.name for source in self.sources}
         extra = [source.name for source in logical_tensors(layouts) if source.name not in known]
         if extra:
-            differences = tuple(f"extra: the version has {name!r}, the engine was started without it" for name in extra)
-            raise LayoutMismatch("the version does not fit this engine:\n- " + "\n- ".join(differences), differences)
+            differences = [f"extra: the version has {name!r}, the engine was started without it" for name in extra]
+            raise listing("the version does not fit this engine", differences)
 
     @contextmanager
     def replicate(

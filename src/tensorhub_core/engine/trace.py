@@ -11,6 +11,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ _COPIES = (_ATEN.clone.default, _ATEN._to_copy.default)
 _FILLS = (_ATEN.fill_.Scalar, _ATEN.zero_.default)
 _WANTS_MEMORY = re.compile(r"meta tensor|meta device|\bMeta\w+Type\b|unallocated storage|set_data")
 """What torch says of a tensor without memory whose memory is asked for."""
+MAX_CULPRITS = 200
+"""Tensors that do not fit which are found one by one: each costs a run of the engine's loading, or two."""
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 Recorded = tuple["_Recorder", object, "Exception | None"]
 """What was recorded, what `load_weights` returned, and what it raised."""
@@ -66,7 +69,9 @@ def trace(
     recorder, loaded, error = record(sources)
     if error is not None and not _needs_data(error):
         dtypes = dict(recorder.dtypes)
-        shapes = list(_culprits(record, sources, error, dtypes))
+        shapes = list(islice(_culprits(record, sources, error, dtypes), MAX_CULPRITS + 1))
+        if len(shapes) > MAX_CULPRITS:
+            shapes[-1] = f"... and more: of {len(sources):,} tensors, those after these were not tried one by one"
         return Trace(differences=(*shapes, *dtypes.values()))
     if error is not None:
         return Trace(obstacles=(_told(error),), differences=tuple(recorder.dtypes.values()))

@@ -37,10 +37,13 @@ def match(
 
 
 def mismatch(differences: Sequence[str], hints: Iterable[str] = ()) -> LayoutMismatch:
-    """Build the error that lists all differences; its text stops at a size that logs and messages can bear.
+    """Build the error that lists all differences; `hints` say what the caller can do about some of them."""
+    head = f"{len(differences)} difference{'s' * (len(differences) != 1)} between registered tensors and the version"
+    return listing("; ".join((head, *hints)), differences)
 
-    `hints` say what the caller can do about some of them.
-    """
+
+def listing(head: str, differences: Sequence[str]) -> LayoutMismatch:
+    """Build the error that lists differences under a head; its text stops at a size that logs and messages can bear."""
     lines: list[str] = []
     room = MAX_MESSAGE_CHARS
     for line in differences:
@@ -49,8 +52,7 @@ def mismatch(differences: Sequence[str], hints: Iterable[str] = ()) -> LayoutMis
             lines.append(f"... and {len(differences) - len(lines)} more, all in `differences`")
             break
         lines.append(line)
-    head = f"{len(differences)} difference{'s' * (len(differences) != 1)} between registered tensors and the version"
-    return LayoutMismatch("\n- ".join(("; ".join((head, *hints)) + ":", *lines)), tuple(differences))
+    return LayoutMismatch("\n- ".join((f"{head}:", *lines)), tuple(differences))
 
 
 class _Matcher:
