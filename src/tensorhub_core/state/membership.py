@@ -22,7 +22,7 @@ from tensorhub_core.state.messages import (
 from tensorhub_core.state.names import add_stream, model_of
 from tensorhub_core.state.records import CopyState, Group, ModelState, Registration, Worker
 from tensorhub_core.state.resourcing import forgive
-from tensorhub_core.state.resuming import ended_before
+from tensorhub_core.state.resuming import ended_before, told_before
 from tensorhub_core.state.rounds import abort
 from tensorhub_core.state.tickets import end_with_connection
 from tensorhub_core.state.versions import current_epoch, note_whole_before, put_copy, show
@@ -225,6 +225,8 @@ def note_ended(s: Step, group: Group, worker: Worker, m: Hello) -> None:
             if other is not worker and current is None:  # or it hears how that one ends
                 s.push(other, UnknownSession(s.state.config.server_epoch))
     for each in group.open_rounds():
+        if m.ended.round == each.number and m.ended.key is not None and worker.shard not in each.joined:
+            each.resumed = each.resumed or each.key is None  # the others called it after the restart: they get the same
         if m.ended.round >= each.number and worker.shard in each.joined:
             text = f"shard {worker.shard} of replica {group.replica!r} has left the round"
             abort(s, group, each, StateError(text), told=worker.shard)
@@ -235,11 +237,15 @@ def first_round(s: Step, group: Group, worker: Worker) -> int:
 
     For a newcomer the open one that nobody of its shard joined, else the next. For one that comes back between two
     calls also the one after its last, if there was nothing newer for the others: it would be a round ahead of them.
+    They may have heard that from a server before this one.
     """
     last = -1 if worker.ended is None else worker.ended.round
     unheard = group.rounds.get(last + 1) if last >= 0 else None
     if unheard is not None and isinstance(unheard.verdict, NothingNewer) and worker.shard in unheard.unheard:
         return unheard.number
+    told = told_before(s, group, worker)
+    if told is not None:
+        return told[0]
     for current in group.open_rounds():
         if worker.shard not in {*current.joined, *ended_before(s, group, current)}:
             return current.number

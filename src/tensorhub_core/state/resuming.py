@@ -27,7 +27,8 @@ def out_of_turn(s: Step, group: Group, worker: Worker, m: JoinRound) -> str:
     same (law L2).
     """
     ahead = group.open_rounds()
-    expected = m.round == group.next_round or (m.again and may_come_back(group, m.round))
+    returns = comes_back(s, group, worker, m)
+    expected = m.round == group.next_round or (returns and may_come_back(group, m.round))
     if not ahead:
         return "" if expected else f"{group.next_round} can"
     later, earlier = [r for r in ahead if r.number > m.round], [r for r in ahead if r.number < m.round]
@@ -35,7 +36,7 @@ def out_of_turn(s: Step, group: Group, worker: Worker, m: JoinRound) -> str:
         return f"{ahead[0].number} can"
     behind = [s.worker_at(group, shard) for r in later for shard in r.joined]
     left = all(w is not None and w.ended is not None and w.ended.round >= m.round for w in behind)
-    if later and not (left and m.again and all(r.key is None for r in later)):
+    if later and not (left and returns and all(r.key is None for r in later)):
         return f"{ahead[0].number} can"
     return ""
 
@@ -54,6 +55,37 @@ def passes_over(s: Step, group: Group, worker: Worker, m: JoinRound) -> Round | 
         current.resumed = True
         return None
     return current
+
+
+def told_before(s: Step, group: Group, worker: Worker) -> tuple[int, VersionKey] | None:
+    """Return the round after a shard's last one, and the version with which others ended it in an earlier life.
+
+    None if there is none, or if it was not the version that this shard's last round ended with. Others cannot have
+    committed a round without this shard: they heard that there was nothing newer, and it hears that too (law L2).
+    """
+    last = worker.ended
+    if last is None or last.key is None or not may_come_back(group, last.round + 1):
+        return None
+    ends = {w.ended.key for w in s.members(group) if w.ended is not None and w.ended.round == last.round + 1}
+    return (last.round + 1, last.key) if ends == {last.key} else None
+
+
+def comes_back(s: Step, group: Group, worker: Worker, m: JoinRound) -> bool:
+    """Tell whether a shard joins a round of an earlier life of the server: again, or as the last one to call it."""
+    told = None if m.again else told_before(s, group, worker)
+    return m.again or (told is not None and told[0] == m.round)
+
+
+def nothing_newer_before(s: Step, group: Group, worker: Worker, m: JoinRound) -> NothingNewer | None:
+    """Return what the others heard of a round before the server restarted, if it is true of this shard as well.
+
+    None while the server listens: the round is then opened, and waits.
+    """
+    told = told_before(s, group, worker)
+    if told is None or m.round != told[0] or s.state.in_grace(s.now) or m.mode not in ("update", "stage"):
+        return None
+    has_it = m.have is not None and (m.have[0], m.have[1]) == told[1] and m.want in (None, told[1][1])
+    return NothingNewer(m.round, *told[1]) if has_it else None
 
 
 def begin(group: Group, current: Round) -> None:

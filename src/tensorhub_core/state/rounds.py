@@ -26,7 +26,15 @@ from tensorhub_core.state.messages import (
 )
 from tensorhub_core.state.records import UNFINISHED, CopyState, Group, Joined, ModelState, Round, Worker
 from tensorhub_core.state.resourcing import may_wake, pardon, tell_sources
-from tensorhub_core.state.resuming import begin, ended_before, keep_end, out_of_turn, passes_over
+from tensorhub_core.state.resuming import (
+    begin,
+    comes_back,
+    ended_before,
+    keep_end,
+    nothing_newer_before,
+    out_of_turn,
+    passes_over,
+)
 from tensorhub_core.state.sourcing import await_copy, describe_holders, lease_shard
 from tensorhub_core.state.versions import (
     current_epoch,
@@ -46,6 +54,8 @@ def join(s: Step, worker: Worker, request: int, m: JoinRound) -> None:
     if current is None:
         if m.again and m.round in group.ended:
             return s.reply(worker, request, group.ended[m.round])
+        if (told := nothing_newer_before(s, group, worker, m)) is not None:
+            return s.reply(worker, request, told)
         while (left_behind := passes_over(s, group, worker, m)) is not None:
             text = f"shard {worker.shard} of replica {group.replica!r} is in round {m.round} already: call again"
             abort(s, group, left_behind, StateError(text), told=worker.shard)
@@ -54,7 +64,7 @@ def join(s: Step, worker: Worker, request: int, m: JoinRound) -> None:
             text = f"round {m.round} of replica {group.replica!r} cannot be joined now, {other}"
             return s.fail(worker, request, StateError(text))
         current = Round(m.round, m.want, m.mode)
-        current.resumed = m.again
+        current.resumed = comes_back(s, group, worker, m)
         begin(group, current)
     if current.verdict is not None:
         return tell_verdict(s, group, worker, request, current)
