@@ -259,7 +259,7 @@ def stand_ins(timeline: Timeline) -> dict[object, object]:
 
     threads = SimpleNamespace(
         **{"Lock": bound(Lock), "RLock": bound(Lock), "Condition": bound(Condition), "Event": bound(Event)},
-        **{"Thread": bound(Thread), "current_thread": current},
+        **{"Thread": bound(Thread), "current_thread": current, "get_ident": lambda: id(timeline.current)},
     )
     queues = SimpleNamespace(Queue=bound(Queue), SimpleQueue=bound(Queue), Empty=queue.Empty, Full=queue.Full)
     return {

@@ -68,7 +68,7 @@ class Link:
         self.connected = False
         check_files(ZMQ_FILES, "a connection to the server")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._wake_lock = threading.Lock()
+        self._wake_lock = threading.RLock()  # a signal handler may call what it has interrupted
         self._wake_read, self._wake_write = os.pipe()
         for end in (self._wake_read, self._wake_write):
             os.set_blocking(end, False)

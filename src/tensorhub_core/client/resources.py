@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 
 from tensorhub_core.client.identity import Standing
@@ -140,7 +141,12 @@ class Resources:
             self._transport.revoke()
 
     def close(self) -> None:
-        """Give everything back: readers first, then what they read, then the connection. Idempotent, never raises."""
+        """Give everything back: readers first, then what they read, then the connection. Idempotent, never raises.
+
+        In a forked child nothing is its own, and the locks may be held by threads that it does not have.
+        """
+        if os.getpid() != self.session.pid:
+            return
         executor, self._executor = self._executor, None
         transport, self._transport = self._transport, None
         self.voucher.close()

@@ -92,7 +92,7 @@ class Session:
         self._numbers = itertools.count(1)
         self._pending = Pending()
         self._commands: deque[tuple[int, OpenRequest | None]] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may call what it has interrupted
         self._over: TensorHubError | None = None
         self._welcome: Future[Welcome] = Future()
         self._hello: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -108,9 +109,25 @@ class Stager:
         self._current: StagedVersion | None = None
         self._copies: CopyList | None = None
         self._wanted = False
+        self._handle: weakref.ref[Staged] | None = None
+
+    def handed_out(self, staged: Staged) -> Staged:
+        """Note what the caller has of the staged version, and return it."""
+        self._handle = weakref.ref(staged)
+        return staged
+
+    def discard_lost(self, deadline: Deadline, call: str) -> None:
+        """Discard a staged version that nobody can install or discard any more: its `Staged` is gone.
+
+        An interruption (Ctrl-C) may come between the end of `stage()` and its caller.
+        """
+        if self._holding.staged is not None and (self._handle is None or self._handle() is None):
+            self.withdraw(deadline, call)
+            self._free()
 
     def stage(self, call: Call, live: RegisteredMemory, book: SourceBook) -> tuple[StagedVersion, bytes | None]:
         """Fill the staging memory; returns what is in it, and the digest of its checksums."""
+        self._handle = None
         self.withdraw(call.deadline, "stage()")
         room = self._resources.room
         room.holds = None

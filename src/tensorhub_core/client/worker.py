@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from tensorhub_core.client.runner import Call, RoundRunner, StagedVersion
 from tensorhub_core.client.staged import Staged, StagedEnds, Stager
 from tensorhub_core.client.sums import pack_sums
 from tensorhub_core.client.tensors import Tensors
+from tensorhub_core.client.turns import Turns
 from tensorhub_core.client.versions import Version, VersionInfo, number_of, wanted
 from tensorhub_core.client.waiting import wait_for
 from tensorhub_core.clock import Deadline
@@ -47,8 +47,6 @@ from tensorhub_core.state.messages import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_CLOSE_BUSY_S = 35.0
-
 
 class Worker:
     """One shard of a replica, connected to the reference server; made by `connect()`.
@@ -68,8 +66,7 @@ class Worker:
         self._runner = RoundRunner(resources, mailbox, self._holding, config)
         self._stager = Stager(self._runner, resources, self._holding, config.staging_bytes)
         self._leaving = Leaving(identity, resources, self._holding, self._stager, self._runner)
-        self._lock = threading.Lock()
-        self._running = ""
+        self._turns = Turns()
         self._closed = False
         self._finalizer = weakref.finalize(self, resources.close)
 
@@ -105,6 +102,7 @@ class Worker:
         layout can read the bytes. Raises RegistrationError naming the tensor, StateError while a version is published.
         """
         with self._exclusively("register"):
+            self._stager.discard_lost(self._deadline(None), "register()")
             self._holding.check_register()
             memory = RegisteredMemory(
                 tensors,
@@ -123,6 +121,7 @@ class Worker:
         it is another shard's, StateError while a version is published.
         """
         with self._exclusively("register"):
+            self._stager.discard_lost(self._deadline(None), "register()")
             self._holding.check_register()
             self._exchange(blank_memory(layout, self._identity.shard, self._identity.num_shards))
 
@@ -238,11 +237,12 @@ class Worker:
         """
         want = wanted(version)
         with self._exclusively("stage", unmoved=True):
+            self._stager.discard_lost(self._deadline(timeout_s), "stage()")
             self._holding.check_stage()
             call, memory, book = self._call("stage", want, timeout_s, progress, check=check)
             what, digest = self._stager.stage(call, memory, book)
             ends = StagedEnds(self._install, self._discard, self._leave_staged)
-            return Staged(what, memory.total_bytes, digest, ends)
+            return self._stager.handed_out(Staged(what, memory.total_bytes, digest, ends))
 
     def wait(self, newer_than: int | None = None, timeout_s: float | None = None) -> Version:
         """Wait until a whole version newer than `newer_than` is available (None: any) and return it; moves nothing.
@@ -273,7 +273,8 @@ class Worker:
         """Hand over what is retained here, take the copy back, and leave; idempotent, bounded.
 
         Others get `handover_s` to become holders, after which a warning names what they did not take over; readers of
-        the copy get `close_timeout_s`.
+        the copy get `close_timeout_s`. In a signal handler that has interrupted a call of this worker it returns at
+        once: the call ends with StateError, and then the worker, on a thread that the interpreter waits for.
         """
         self._close(hurry=False)
 
@@ -314,16 +315,11 @@ class Worker:
     def _exclusively(self, what: str, *, unmoved: bool = False) -> Iterator[None]:
         """Hold the worker's memory for one call; with `unmoved`, make sure that it still is what was registered."""
         self._check_open()
-        if not self._lock.acquire(blocking=False):
-            raise StateError(f"{what}() was called while {self._running}() runs in another thread")
-        try:
-            self._running = what
+        with self._turns.take(what):
             self._check_open()
             if unmoved and self._resources.memory is not None:
                 self._resources.memory.check_unmoved()
             yield
-        finally:
-            self._lock.release()
 
     def _serve(self, memory: RegisteredMemory, deadline: Deadline) -> None:
         self._resources.serve(memory, deadline)
@@ -386,15 +382,12 @@ class Worker:
             return
         self._closed = True
         self._mailbox.interrupt(StateError("the worker was closed"))
-        acquired = self._lock.acquire(timeout=_CLOSE_BUSY_S)
+        self._turns.last(lambda: self._end(hurry))
+
+    def _end(self, hurry: bool) -> None:
         try:
-            self._hand_over_and_leave(hurry)
+            if self._session.answers() and self._mailbox.over is None:
+                drain_s, handover_s = self._close_s(hurry), self._config.handover_s
+                self._leaving.leave(min(handover_s, drain_s) if hurry else handover_s, drain_s)
         finally:
             self._finalizer()
-            if acquired:
-                self._lock.release()
-
-    def _hand_over_and_leave(self, hurry: bool) -> None:
-        if self._session.answers() and self._mailbox.over is None:
-            drain_s, handover_s = self._close_s(hurry), self._config.handover_s
-            self._leaving.leave(min(handover_s, drain_s) if hurry else handover_s, drain_s)

@@ -186,3 +186,35 @@ def test_children_that_do_not_use_the_workers_do_no_harm(here: Hub, child: Calla
     workers[0].unpublish()
     workers[0].publish(2)
     assert workers[1].update() == 2
+
+
+def test_a_child_ends_whatever_its_parents_threads_were_doing_when_it_was_forked(here: Hub) -> None:
+    """Locks that they held then are held for ever in the child, which ends what it has of the workers all the same."""
+    worker = here.worker("trainer")
+    resources = worker._resources
+    held = [resources.voucher._changed, resources.offloads._changed, worker._session._lock]
+    taken, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with contextlib.ExitStack() as stack:
+            for lock in held:
+                stack.enter_context(lock)
+            taken.set()
+            over.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert taken.wait(10)
+    pid = os.fork()
+    if pid == 0:
+        worker._finalizer()  # as the interpreter does at its end
+        os._exit(0)
+    end = time.monotonic() + 15
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < end:
+        time.sleep(0.02)
+    over.set()
+    thread.join()
+    if not ended[0]:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    assert ended[0], "the child hung"
