@@ -77,6 +77,10 @@ class Ranks:
             raise AssertionError("\n".join(failures))
         return results
 
+    def end(self, rank: int) -> None:
+        """End one rank, wherever it is."""
+        self._processes[rank].kill()
+
     @property
     def is_closed(self) -> bool:
         """Tell whether the job has ended."""

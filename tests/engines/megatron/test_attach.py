@@ -212,4 +212,4 @@ def test_ranks_that_lose_one_do_not_step(address: str, tmp_path: Path) -> None:
         with pytest.raises(AssertionError, match="rank 1: it ended"):
             job.run(trainers.train_or_end, 1, str(told))
     assert told.read_text().startswith("StateError: ")
-    assert "gone or do not come" in told.read_text()
+    assert "rank 1 of the trainer is gone or does not come" in told.read_text()

@@ -48,14 +48,14 @@ class ThreadsAgree:
     size: int = RANKS
     closed: bool = False
 
-    def settle(self, what: str, error: Exception | None, value: int) -> None:
-        found = self.meeting.exchange(self.rank, (error, value))
+    def settle(self, what: str, error: Exception | None, value: int, step: int = 0) -> None:
+        found = self.meeting.exchange(self.rank, (error, (value, step)))
         if error is not None:
             raise error
         for other, _ in found:
             if other is not None:
                 raise error_from_wire(getattr(other, "code", "error"), f"{what}: {other}")
-        if len({value for _, value in found}) > 1:
+        if len({both for _, both in found}) > 1:
             raise StateError(f"{what}: they differ")
 
     def highest(self, value: int) -> int:

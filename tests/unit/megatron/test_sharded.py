@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tensorhub_core.errors import ConfigError, RegistrationError
 from tensorhub_megatron.fsdp import ShardedWeights
-from tensorhub_megatron.sharded import boxes_of_shard, clean_name, named_shards, unwrapped
+from tensorhub_megatron.sharded import boxes_of_shard, named_shards
 
 
 @dataclass(frozen=True)
@@ -115,17 +115,6 @@ def test_what_cannot_be_described_is_refused_by_name() -> None:
     linear.weight.ds_id = 3
     with pytest.raises(RegistrationError, match="'weight' is partitioned by DeepSpeed"):
         named_shards(linear)
-    adapted = torch.nn.Linear(2, 2)
-    adapted.peft_config = {"default": object()}
-    with pytest.raises(RegistrationError, match="PEFT"):
-        named_shards(adapted)
-
-
-def test_names_are_those_of_the_model_inside_of_its_wrappers() -> None:
-    assert clean_name("layers.0._checkpoint_wrapped_module.mlp._orig_mod.weight") == "layers.0.mlp.weight"
-    model = torch.nn.Linear(2, 2)
-    assert unwrapped(torch.compile(model)) is model
-    assert unwrapped(torch.nn.DataParallel(model)) is model
 
 
 class Tied(torch.nn.Module):

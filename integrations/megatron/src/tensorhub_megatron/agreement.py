@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tensorhub_core.errors import ConfigError, StateError, TensorHubError, error_from_wire
@@ -10,8 +13,12 @@ if TYPE_CHECKING:
     import torch
 
 _TEXT_BYTES = 2048
-_MARGIN_S = 1800.0
-"""How much longer than one call a rank waits for the others, which may come late: as long as torch does by default."""
+_LATE_S = 1800.0
+"""How late ranks may come where the job does not say: as long as torch waits for them by default."""
+_ROLL_CALL_S = 3.0
+"""How long ranks that have lost others wait for each other to say so."""
+_MARKS = 60
+"""Ranks that say so in one number of the job's store."""
 
 
 class Agreement(Protocol):
@@ -25,11 +32,11 @@ class Agreement(Protocol):
     def size(self) -> int:
         """How many ranks there are: the number of shards."""
 
-    def settle(self, what: str, error: Exception | None, value: int) -> None:
-        """Return when all ranks have got here without an error, and with the same value; called by all ranks.
+    def settle(self, what: str, error: Exception | None, value: int, step: int = 0) -> None:
+        """Return when all ranks have got here without an error, with the same value and step; called by all ranks.
 
-        Raises this rank's own error, else that of the first rank that has one, else StateError if values differ, or if
-        other ranks are gone or do not come.
+        Raises this rank's own error, else that of the first rank that has one, else StateError if values or the steps
+        that were begun differ, or naming the ranks that are gone or do not come.
         """
 
     def highest(self, value: int) -> int:
@@ -45,7 +52,7 @@ class Alone:
     rank = 0
     size = 1
 
-    def settle(self, what: str, error: Exception | None, value: int) -> None:
+    def settle(self, what: str, error: Exception | None, value: int, step: int = 0) -> None:
         """Raise the error, if there is one."""
         if error is not None:
             raise error
@@ -68,33 +75,38 @@ class RanksAgree:
     def __init__(self, group: Any, timeout_s: float) -> None:
         """Make what is needed; called by all ranks of `group` (None: all there are). Waits for others are bounded.
 
-        By `timeout_s` and torch's default, or by what the group was made with.
+        By `timeout_s` and how late ranks may come in this job, or by what the group was made with.
         """
-        from datetime import timedelta
-
         import torch.distributed as dist
 
         self._is_own = group is None
         if self._is_own:
             # No device waits for it.
-            group = dist.new_group(timeout=timedelta(seconds=timeout_s + _MARGIN_S), backend="gloo")
+            group = dist.new_group(timeout=timedelta(seconds=timeout_s + late_s()), backend="gloo")
         self._group = group
+        self._name: str = group.group_name
         self._device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
+        self._calls = 0
 
-    def settle(self, what: str, error: Exception | None, value: int) -> None:
+    def settle(self, what: str, error: Exception | None, value: int, step: int = 0) -> None:
         """Exchange outcomes, and raise the same on all ranks."""
         try:
-            failed, highest, lowest = self._highest(int(error is not None), value, -value)
+            failed, highest, lowest, last, first = self._highest(int(error is not None), value, -value, step, -step)
             texts = self._texts(error) if failed else []
         except RuntimeError as lost:  # such as a time-out, or a rank that has ended
-            raise error or _lost(what, lost) from lost
+            raise error or self._lost(what, lost) from lost
         if error is not None:
             raise error
         for rank, (code, text) in enumerate(texts):
             if code:
                 raise error_from_wire(code, f"{what} failed on rank {rank} of the trainer: {text}")
+        if last != -first:
+            raise StateError(
+                f"{what}: the trainer's ranks are not at the same step: some have begun {-first}, others {last}, as "
+                "when a step raises on some of them alone; load a checkpoint and attach again"
+            )
         if highest != -lowest:
             raise StateError(
                 f"{what}: the trainer's ranks do not agree: {-lowest} on some, {highest} on others; load a checkpoint "
@@ -106,7 +118,7 @@ class RanksAgree:
         try:
             return self._highest(value)[0]
         except RuntimeError as lost:
-            raise _lost("comparing ranks", lost) from lost
+            raise self._lost("comparing ranks", lost) from lost
 
     def close(self) -> None:
         """Destroy the group, if it is our own and the process still has it."""
@@ -120,6 +132,7 @@ class RanksAgree:
         import torch
         import torch.distributed as dist
 
+        self._calls += 1
         found = torch.tensor(values, dtype=torch.int64, device=self._device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
         return [int(value) for value in found]
@@ -133,6 +146,56 @@ class RanksAgree:
         found = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(found, mine, group=self._group)
         return [_unpacked(row) for row in found]
+
+    def _lost(self, what: str, error: RuntimeError) -> StateError:
+        """Return the error of a call that other ranks did not come to, or did not stay in, naming them."""
+        absent: list[list[int]] = []
+        # Who keeps the store may be who is missing: then it does not answer.
+        asking = threading.Thread(target=lambda: absent.append(self._absent()), name="tensorhub-roll-call", daemon=True)
+        asking.start()
+        asking.join(2 * _ROLL_CALL_S)
+        if not absent:
+            lost = "other ranks of the trainer, with whoever keeps the job's store (rank 0, or its launcher), are gone"
+        elif len(absent[0]) == 1:
+            lost = f"rank {absent[0][0]} of the trainer is gone or does not come"
+        elif absent[0]:
+            lost = f"ranks {', '.join(map(str, absent[0]))} of the trainer are gone or do not come"
+        else:
+            lost = "the connections between the ranks of the trainer are lost"
+        return StateError(f"{what}: {lost}: restart the job ({error})")
+
+    def _absent(self) -> list[int]:
+        """Return the ranks that do not say within a moment that they have lost others in the same call.
+
+        Once a rank gives up, its connections close, so that all that wait for others hear of it at once.
+        """
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        store = _get_default_store()
+        names = [f"tensorhub/{self._name}/{self._calls}/{first}" for first in range(0, self.size, _MARKS)]
+        store.add(names[self.rank // _MARKS], 1 << self.rank % _MARKS)
+        deadline = time.monotonic() + _ROLL_CALL_S
+        while True:
+            marks = [store.add(name, 0) for name in names]
+            absent = [rank for rank in range(self.size) if not marks[rank // _MARKS] >> rank % _MARKS & 1]
+            if not absent or time.monotonic() >= deadline:
+                return absent
+            time.sleep(0.05)
+
+
+def late_s() -> float:
+    """Return how long the job lets its ranks wait for each other: the `timeout` of `init_process_group()`."""
+    import torch
+    import torch.distributed as dist
+
+    found = [_LATE_S]
+    for device in ("cpu", "cuda"):
+        try:
+            options = dist.group.WORLD._get_backend(torch.device(device)).options  # type: ignore[union-attr]
+            found.append(options._timeout.total_seconds())
+        except (AttributeError, RuntimeError):
+            continue  # no such backend, or one that does not say
+    return found[0] if len(found) == 1 else min(found[1:])
 
 
 def agreement_of(group: Any, timeout_s: float) -> Agreement:
@@ -150,10 +213,6 @@ def agreement_of(group: Any, timeout_s: float) -> Agreement:
     if dist.get_world_size(group) == 1:
         return Alone()
     return RanksAgree(group, timeout_s)
-
-
-def _lost(what: str, error: RuntimeError) -> StateError:
-    return StateError(f"{what}: other ranks of the trainer are gone or do not come: restart the job ({error})")
 
 
 def _packed(error: Exception | None) -> torch.Tensor:

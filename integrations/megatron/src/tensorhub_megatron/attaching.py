@@ -13,8 +13,10 @@ from tensorhub_core.settings import load_settings
 from tensorhub_megatron import compat, freshness
 from tensorhub_megatron.agreement import Agreement, agreement_of
 from tensorhub_megatron.layout import Described, describe
+from tensorhub_megatron.modules import require_no_adapters
 from tensorhub_megatron.publication import Publication, Registration, Weights
-from tensorhub_megatron.publisher import Publisher, stepping
+from tensorhub_megatron.publisher import Publisher
+from tensorhub_megatron.stepping import stepping
 
 if TYPE_CHECKING:
     import torch
@@ -102,14 +104,16 @@ def open_publication(
     """
     filled = load_settings(settings)
     patience_s = max(filled.client.call_timeout_s, timeout_s or 0.0)
-    Publication(weights, start_version=start_version, every=every)  # impossible numbers are refused before any wait
+    numbers: dict[str, Any] = {"start_version": start_version, "every": every, "timeout_s": timeout_s}
+    Publication(weights, **numbers)  # impossible ones are refused before any wait
     agreement = agreement_of(group, patience_s)
-    publication = Publication(
-        weights, start_version=start_version, every=every, timeout_s=timeout_s, agreement=agreement
-    )
+    publication = Publication(weights, **numbers, agreement=agreement)
     model, replica, stream = names
     try:
         _require_one_hub(agreement, server or filled.client.server)
+        _require_alike(
+            agreement, model=model, replica=replica, stream=stream, start_version=int(start_version), every=int(every)
+        )
     except BaseException:
         agreement.close()
         raise
@@ -138,6 +142,20 @@ def _require_one_hub(agreement: Agreement, server: str | Sequence[str] | None) -
             f"the {agreement.size} ranks of the trainer would meet at different hubs: some run on machines of their "
             "own, or only some name a server: start `tensorhub serve`, and name it on all ranks with server= or "
             "TENSORHUB_SERVER"
+        )
+
+
+def _require_alike(agreement: Agreement, **given: object) -> None:
+    """Raise ConfigError on all ranks, naming what they were not all given alike: their shards would never meet."""
+    wrong = []
+    for what, value in given.items():
+        digest = zlib.crc32(repr(value).encode())
+        if agreement.highest(digest) != -agreement.highest(-digest):
+            wrong.append(what)
+    if wrong:
+        raise ConfigError(
+            f"the ranks of the trainer were given different values of {', '.join(wrong)}: give all of them the same, "
+            "and make none of the time, of chance or of a rank's own number"
         )
 
 
@@ -181,6 +199,8 @@ class MegatronWeights:
         if found is None or found.moved():
             return True
         models = [compat.unwrap(chunk) for chunk in self._chunks]  # DistributedDataParallel has other `buffers`
+        for model in models:
+            require_no_adapters(model)  # put in since, around parameters that stayed where they are
         now = {id(tensor) for model in models for tensor in (*model.parameters(), *model.buffers())}
         return any(id(parameter) not in now for parameter in found.parameters.values())
 

@@ -7,6 +7,7 @@ stand-in that follows it.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from tensorhub_core.observe.log import get_logger
@@ -22,7 +23,9 @@ class TensorHubCallback:
     training goes on counting; versions then are training steps less the skipped ones.
     """
 
-    def __init__(self, server: str | None = None, *, start_version: int | None = None, **attach_keywords: Any) -> None:
+    def __init__(
+        self, server: str | Sequence[str] | None = None, *, start_version: int | None = None, **attach_keywords: Any
+    ) -> None:
         """Keep what `attach()` needs when training starts; raises TypeError for a keyword that it does not have."""
         self._keywords: dict[str, Any] = {"server": server, **attach_keywords}
         inspect.signature(attach).bind(None, None, start_version=0, **self._keywords)

@@ -9,7 +9,7 @@ from tensorhub_core.errors import ConfigError
 from tensorhub_megatron.attaching import attach_weights
 from tensorhub_megatron.publication import Registration
 from tensorhub_megatron.publisher import Publisher
-from tensorhub_megatron.sharded import boxes_of_shard, local_part, named_shards, unwrapped
+from tensorhub_megatron.sharded import boxes_of_shard, local_part, named_shards
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,7 @@ class ShardedWeights:
         """Check `cast`; raises ConfigError for a type that is not known."""
         if cast is not None and cast not in _CASTS:
             raise ConfigError(f"cast must be one of {', '.join(_CASTS)}, not {cast!r}")
-        self._module = unwrapped(module)
+        self._module = module
         self._cast = cast
         self._parts: dict[str, torch.Tensor] = {}
         self._places: dict[str, tuple[object, ...]] = {}

@@ -11,7 +11,7 @@ from tensorhub_core.errors import ConfigError
 from tensorhub_megatron.attaching import open_publication
 from tensorhub_megatron.fsdp import ShardedWeights
 from tensorhub_megatron.publication import Publication
-from tensorhub_megatron.publisher import stepping
+from tensorhub_megatron.stepping import SkippedInside, stepping
 
 if TYPE_CHECKING:
     from tensorhub_core.settings import Settings
@@ -56,7 +56,7 @@ class TensorHubTrainerCallback(TrainerCallback):
         self._transport = transport
         self._settings = settings
         self._publication: Publication | None = None
-        self._was_offered = False
+        self._skips = SkippedInside()
 
     @property
     def version(self) -> int | None:
@@ -73,7 +73,7 @@ class TensorHubTrainerCallback(TrainerCallback):
     ) -> None:
         """Connect and publish. Raises what `attach_fsdp()` raises."""
         if optimizer is not None:
-            stepping(optimizer)
+            self._skips.follow(stepping(optimizer))
         if getattr(args, "load_best_model_at_end", False):
             raise ConfigError(
                 "load_best_model_at_end overwrites the weights while they are published: switch it off, and load the "
@@ -96,14 +96,13 @@ class TensorHubTrainerCallback(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Wait until nobody reads the weights any more."""
         if self._publication is not None:
-            self._was_offered = self._publication.is_offered
-            self._publication.take_back()
+            self._publication.before_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any) -> None:
         """Publish what the step made."""
         if self._publication is not None:
-            skipped = bool(getattr(optimizer, "step_was_skipped", False))
-            self._publication.stepped(not skipped, self._was_offered)
+            skipped = bool(getattr(optimizer, "step_was_skipped", False)) or self._skips.last
+            self._publication.stepped(not skipped)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Hand over and leave."""
@@ -112,5 +111,6 @@ class TensorHubTrainerCallback(TrainerCallback):
     def close(self) -> None:
         """Hand over what is retained here, and leave; idempotent."""
         publication, self._publication = self._publication, None
+        self._skips.end()
         if publication is not None:
             publication.close()

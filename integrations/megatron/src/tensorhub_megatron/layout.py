@@ -10,6 +10,7 @@ from tensorhub_core.errors import RegistrationError
 from tensorhub_core.layout.types import Box
 from tensorhub_megatron import compat
 from tensorhub_megatron.hf_config import differences, read_hf_config, value_of
+from tensorhub_megatron.modules import require_no_adapters
 from tensorhub_megatron.names import EMBEDDING, LM_HEAD, OUTPUT_LAYER, ModelDims, boxes_of, parse_key
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ def describe(
     """
     chunks = model_chunks if isinstance(model_chunks, Sequence) else [model_chunks]
     models = [compat.unwrap(chunk) for chunk in chunks]
+    for model in models:
+        require_no_adapters(model)
     own, config = models[0].config, read_hf_config(hf_config)
     vocab = value_of(config, "vocab_size") or getattr(own, "vocab_size", None)
     dims = compat.model_dims(own, vocab, str(config.get("model_type") or ""))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Protocol
 
-from tensorhub_core.errors import ConfigError, RegistrationError
+from tensorhub_core.errors import ConfigError, RegistrationError, StateError
 from tensorhub_core.layout.types import Box
+from tensorhub_core.observe.log import get_logger
 from tensorhub_megatron.agreement import Agreement, Alone
 
 
@@ -66,19 +68,26 @@ class Publication:
         agreement: Agreement | None = None,
     ) -> None:
         """Check the numbers; nothing is published before `open()`. Raises ConfigError for impossible ones."""
-        if every < 1 or start_version < 0:
-            raise ConfigError(f"every = {every} must be at least 1, start_version = {start_version} at least 0")
+        start_version, self._every = whole_number("start_version", start_version, 0), whole_number("every", every, 1)
+        if timeout_s is not None and not timeout_s >= 0:
+            raise ConfigError(f"timeout_s = {timeout_s} must be at least 0")
         self._weights = weights
-        self._every = every
         self._timeout_s = timeout_s
         self._agreement: Agreement = Alone() if agreement is None else agreement
         self._worker: PublishingWorker | None = None
         self._number = start_version
         self._version = start_version
+        self._begun = 0
         self._steps = 0
         self._is_registered = False
         self._is_published = False
         self._is_offered = False
+        self._was_offered = False
+        # Whether the memory holds what the number says, as far as steps have ended.
+        self._is_current = True
+        # Whether a step is going on, or one has not ended: the memory may hold half of what it does.
+        self._is_stepping = False
+        self._is_broken = False
         self._last_wait_s = 0.0
 
     @property
@@ -117,25 +126,59 @@ class Publication:
         self._is_offered = False
 
     def put_back(self) -> None:
-        """Publish the weights under the number that they had when they were taken back."""
-        self._offer()
+        """Publish the weights under the number that they had when they were taken back.
 
-    def stepped(self, changed: bool, was_offered: bool) -> None:
+        Nothing is published between the first and the last of `every` steps. Raises StateError on all ranks if the
+        last step did not end on one of them: then weights are neither those of that number nor of another one.
+        """
+        if self._is_current and not self._is_stepping:
+            self._offer()
+        else:
+            self._agreed(f"publishing version {self._number}", self._require_whole)
+
+    def before_step(self) -> None:
+        """Take the weights back for a step, which may change them until `stepped()`; raises as `take_back()`."""
+        if self._is_stepping:
+            self.step_failed()
+        was_offered = self._is_offered
+        self.take_back()
+        self._was_offered = was_offered
+        self._is_stepping = True
+        self._begun += 1
+
+    def step_failed(self) -> None:
+        """Log that a step has raised; nothing is published until one succeeds."""
+        self._is_stepping, self._is_broken, self._is_current = False, True, False
+        get_logger("megatron").warning(
+            "an optimizer step did not end: version %d was the newest, and nothing is published until a step succeeds, "
+            "or publish(changed=True) says that the weights are whole",
+            self._version,
+        )
+
+    def stepped(self, changed: bool) -> None:
         """Publish what a step made: every `every`-th time the next version, the same one if it changed nothing."""
+        self._is_stepping = False
         # One rank must not gather the new weights, or publish them, while another one has skipped.
-        self._agreement.settle("whether the step changed the weights (1) or skipped (0)", None, int(changed))
+        self._agreement.settle(
+            "whether the step changed the weights (1) or skipped (0)", None, int(changed), self._begun
+        )
         if not changed:
-            if was_offered:
+            if self._was_offered:
                 self._offer()
             return
+        self._is_broken = False
         self._steps += 1
         if self._steps % self._every == 0:
             self.publish_next()
+        else:
+            self._is_current = False
 
     def publish_next(self) -> None:
         """Publish the weights as the next version. Raises what describing, registering and publishing raise."""
         self._weights.refresh()
         self._number += 1
+        self._steps = 0
+        self._is_current, self._is_stepping, self._is_broken = True, False, False
         self._offer()
 
     @property
@@ -158,8 +201,11 @@ class Publication:
             self._agreement.close()
 
     def _begin(self, connect: Callable[[], PublishingWorker]) -> None:
+        found = self._weights.describe()  # what cannot be described is refused without a hub, too
         self._worker = connect()
         self._is_offered = True
+        self._worker.register(found.tensors, found.boxes)
+        self._is_registered = True
         self._publish()
 
     def _agreed(self, what: str, act: Callable[[], None]) -> None:
@@ -168,7 +214,14 @@ class Publication:
             act()
         except Exception as found:
             error = found
-        self._agreement.settle(what, error, self._number)
+        self._agreement.settle(what, error, self._number, self._begun)
+
+    def _require_whole(self) -> None:
+        if self._is_stepping or self._is_broken:
+            raise StateError(
+                "the last optimizer step did not end, so that the weights may be half of what it does: step again, or "
+                "restore them and call publish(changed=True)"
+            )
 
     def _offer(self) -> None:
         self._is_offered = True  # on some rank, whatever comes
@@ -198,3 +251,14 @@ class Publication:
             assert self._worker is not None
             self._worker.unpublish(timeout_s=self._timeout_s)
             self._is_published = False
+
+
+def whole_number(what: str, value: Any, least: int) -> int:
+    """Return a whole number of any type; raises ConfigError for another value, or a smaller one."""
+    try:
+        number = index(value)
+    except TypeError:
+        raise ConfigError(f"{what} = {value!r} must be a whole number") from None
+    if number < least:
+        raise ConfigError(f"{what} = {number} must be at least {least}")
+    return number

@@ -3,54 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tensorhub_core.errors import RegistrationError
 from tensorhub_core.layout.types import Box
+from tensorhub_megatron.modules import named_weights
 
 if TYPE_CHECKING:
     import torch
 
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""What torch.compile, activation checkpointing and FSDP put into the names of parameters."""
-
-
-def unwrapped(module: Any) -> Any:
-    """Return the module inside of DistributedDataParallel and torch.compile."""
-    while True:
-        if type(module).__name__ in ("DistributedDataParallel", "DataParallel"):
-            module = module.module
-        elif hasattr(module, "_orig_mod"):
-            module = module._orig_mod
-        else:
-            return module
-
-
-def clean_name(name: str) -> str:
-    """Return a parameter's name without the parts that wrappers put into it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
 
 def named_shards(module: Any) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters by their clean names, tied ones under each, in the state that they have between steps.
+    """Return the parameters by the model's own names, in the state that they have between steps.
 
-    FSDP2 leaves the root's parameters gathered after a forward pass: they are let go. Raises RegistrationError for
-    parameters that are not described here: of FSDP1, of DeepSpeed ZeRO-3, of adapters.
+    FSDP2 leaves the root's parameters gathered after a forward pass: they are let go. Raises RegistrationError as
+    `named_weights` does.
     """
-    for part in module.modules():
-        if type(part).__name__ == "FullyShardedDataParallel":
-            raise RegistrationError("FSDP1 keeps parts of flattened parameters: shard the model with fully_shard()")
-        if hasattr(part, "reshard") and hasattr(part, "unshard"):
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # without it nothing is sharded
+    for part in module.modules() if fsdp is not None else ():
+        if isinstance(part, fsdp.FSDPModule):  # others may have methods of that name, too
             part.reshard()
-    if hasattr(module, "peft_config"):
-        raise RegistrationError("a model with PEFT adapters has no merged weights that an engine could load")
-    found = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if hasattr(parameter, "ds_id"):
-            raise RegistrationError(f"{name!r} is partitioned by DeepSpeed ZeRO-3, which is not supported")
-        found[clean_name(name)] = parameter
-    return found
+    return named_weights(module)
 
 
 def local_part(parameter: Any) -> torch.Tensor:
