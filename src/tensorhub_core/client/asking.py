@@ -88,7 +88,7 @@ class Asker:
             self._current = current
             if life != self._life:
                 self._life = life
-                self._questions.ask_again()
+                self._questions.ask_again(time.monotonic())
             overdue = self._questions.overdue(time.monotonic())
         if overdue is not None:
             text = f"it has not said for {overdue[1]:.1f} s what parts of its segments sum to"

@@ -100,11 +100,15 @@ class Questions:
                 return index
         return None
 
-    def ask_again(self) -> None:
-        """Ask everything anew that is open: the connection over which it was asked is gone."""
+    def ask_again(self, now: float) -> None:
+        """Ask everything anew that is open: the connection over which it was asked is gone.
+
+        So may be the word that a source was given up; and while the server was away none could answer.
+        """
         for source in self._sources:
             source.waiting.extendleft(source.open[number] for number in sorted(source.open, reverse=True))
             source.open.clear()
+            source.given_up, source.heard_s = False, now
 
     def overdue(self, now: float) -> tuple[int, float] | None:
         """Return a source that has answered nothing for too long, once, and for how long."""

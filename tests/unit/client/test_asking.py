@@ -222,6 +222,21 @@ def test_silence_is_told_once_for_each_source(world: World) -> None:
     assert sorted(world.refused) == [("l0", "unable"), ("l1", "unable")]
 
 
+def test_a_source_whose_refusal_fell_into_a_restart_is_asked_again(world: World) -> None:
+    """The round waits for its promise then and hears of no refusal, but the same read goes on afterwards."""
+    world.begin()
+    world.now = 3.0
+    world.turn()
+    assert world.refused == [("l0", "unable")], "given up in the moment in which the server comes back"
+    world.sent.clear()
+    world.turn(2, l0="m0", l1="m1")
+    assert {message.lease for message, _, _ in world.sent} == {"m0", "m1"}
+    world.answer_all()
+    assert {lease: len(known) for lease, known in world.handle.known.items()} == {
+        f"l{k}": len(world.plan.cuts_of(k)) for k in range(SHARDS)
+    }
+
+
 def test_an_over_session_is_no_error_here(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def over(*_: Any, **__: Any) -> int:
         raise StateError("the worker is closed")

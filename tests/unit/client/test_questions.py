@@ -66,7 +66,7 @@ def test_what_is_put_off_is_asked_again_but_not_at_once() -> None:
 def test_a_new_connection_asks_all_that_is_open_anew_in_order() -> None:
     mine = questions()
     before = mine.next(0.0)
-    mine.ask_again()
+    mine.ask_again(1.0)
     again = mine.next(0.0)
     assert [batch for _, batch in again] == [batch for _, batch in before]
     assert mine.given(before[0][0], 0.0) is None, "an answer to what was asked before"
@@ -84,6 +84,18 @@ def test_patience_ends_once_and_counts_from_the_last_answer() -> None:
     assert mine.overdue(99.0) is None
     assert asked(mine, 99.0) == [], "it is asked no more"
     assert mine.given(second[0], 99.0) is not None, "what it says late still counts"
+
+
+def test_after_a_new_connection_nobody_is_given_up_and_patience_begins_anew() -> None:
+    """The server may have been away: that is not the silence of a source; and who was given up may be read on."""
+    mine = questions()
+    (number, _), _ = mine.next(0.0)
+    assert mine.give_up(number) == 0
+    assert asked(mine) == []
+    mine.ask_again(5.0)
+    assert asked(mine, 5.0) == [0, 1]
+    assert mine.overdue(5.0 + PATIENCE_S - 0.1) is None
+    assert mine.overdue(5.0 + PATIENCE_S) == (0, PATIENCE_S)
 
 
 def test_being_put_off_does_not_extend_patience() -> None:
