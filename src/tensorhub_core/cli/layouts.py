@@ -13,13 +13,14 @@ from tensorhub_core.cli.common import existing_server
 from tensorhub_core.cli.status import fetch
 from tensorhub_core.client.memory import RegisteredMemory
 from tensorhub_core.client.observer import observe
-from tensorhub_core.errors import ConfigError, LayoutMismatch, VersionUnavailable
+from tensorhub_core.errors import ConfigError, LayoutMismatch, TensorHubError, VersionUnavailable
 from tensorhub_core.layout.canonical import MAX_LAYOUT_BYTES, decode_layout, encode_layout
 from tensorhub_core.layout.types import Layout
 from tensorhub_core.settings import Settings
 from tensorhub_core.wire.curve import client_keys
 
 SUFFIX = ".layout"
+_MOST_NAMED = 8
 HELP = (
     "LAYOUT is a saved layout file (several with commas between, or a folder of them), a checkpoint folder, or "
     "MODEL[@VERSION]:REPLICA of a live hub."
@@ -65,7 +66,10 @@ def find_layouts(
         else:
             live = live_name(part)
             if live is None:
-                raise ConfigError(f"there is no file or folder {part}, and it is no MODEL:REPLICA of a hub either")
+                hint = _hint(part, server)
+                raise ConfigError(
+                    f"there is no file or folder {part}, and it is no MODEL:REPLICA of a hub either{hint}"
+                )
             layouts += _of_replica(live, server)
     return Named(text, tuple(sorted(layouts, key=lambda layout: layout.shard)))
 
@@ -115,6 +119,22 @@ def _of_folder(folder: Path, settings: Settings, options: OpenOptions | None, fo
     checkpoint = open_folder(folder, options, format)
     tensors = ((tensor.name, tensor) for tensor in checkpoint.tensors)
     return [RegisteredMemory(tensors, checkpoint.boxes, segment_bytes=settings.client.segment_bytes).layout]
+
+
+def _hint(text: str, server: str | None) -> str:
+    """Return which replicas a model has of which only the name was given; empty where nobody knows it."""
+    named = live_name(f"{text.removesuffix(':')}:?")
+    if named is None:
+        return ""
+    try:
+        address, settings = existing_server(server)
+        (model,) = fetch(address, named.model, settings.client.connect_timeout_s, client_keys(settings.client)).models
+    except TensorHubError:
+        return ""
+    names = [f"{text.removesuffix(':')}:{row.replica}" for row in sorted(model.replicas, key=lambda row: row.replica)]
+    if not names:
+        return f"; model {named.model} has no replica just now"
+    return f"; name one of its replicas, {', '.join(names[:_MOST_NAMED])}{' ...' if names[_MOST_NAMED:] else ''}"
 
 
 def _of_replica(live: LiveName, server: str | None) -> list[Layout]:

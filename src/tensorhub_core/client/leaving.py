@@ -64,7 +64,9 @@ class Leaving:
             return
         session, future = self.resources.session, Future[Reply]()
         numbers = ", ".join(str(key[1]) for key in versions)
-        what = f"the last reliable holder of version {numbers} of model {self.identity.model!r} leaves"
+        mine = self.identity
+        who = "the last reliable holder" if mine.num_shards == 1 else f"shard {mine.shard} of the last reliable holder"
+        what = f"{who} of version {numbers} of model {mine.model!r} leaves"
         advice = "`tensorhub seed --keep` keeps versions"
         number = session.submit(HandOver(), future.set_result)
         try:

@@ -67,3 +67,14 @@ def test_names_that_nobody_has(hub: str, model: str) -> None:
         assert "trainer" in unknown
         assert "version 7" in tensorhub("layout", f"{model}@7:trainer", "--server", hub, timeout_s=30).error
         assert "knows no model" in tensorhub("layout", "nobody:trainer", "--server", hub).error
+
+
+def test_a_model_without_a_replica_is_told_which_there_are(hub: str, model: str) -> None:
+    with trainer(hub, model):
+        for text in (model, f"{model}@1", f"{model}:", f"{model}@1:"):
+            said = tensorhub("layout", text, "--server", hub).error
+            assert f"name one of its replicas, {model}" in said, said
+            assert ":trainer" in said, said
+        said = tensorhub("plan", "--from", model, "--to", f"{model}:trainer", "--server", hub).error
+        assert f"name one of its replicas, {model}:trainer" in said
+        assert "there is no file or folder nobody, and it is no MODEL:REPLICA" in tensorhub("layout", "nobody").error

@@ -34,6 +34,18 @@ def test_a_lone_trainer_ends_at_once_with_a_warning(here: Site, caplog: pytest.L
     assert "tensorhub seed --keep" in caplog.text
 
 
+def test_a_shard_that_leaves_with_the_last_version_says_that_it_is_one(
+    here: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    shards = [here.worker("trainer", shard=shard, num_shards=2) for shard in range(2)]
+    for shard in shards:
+        shard.register(make("plain", 7, mib=MIB))
+        shard.publish(7)
+    with caplog.at_level(logging.WARNING):
+        shards[1].close()
+    assert "shard 1 of the last reliable holder of version 7 of model 'm' leaves" in caplog.text
+
+
 def test_who_is_not_the_last_leaves_without_a_word(here: Site, caplog: pytest.LogCaptureFixture) -> None:
     trainer, _ = here.trainer(7)
     rollout, _ = here.reader("rollout")

@@ -78,7 +78,9 @@ def follow(optimizer: Any, follower: Follower) -> Callable[[], None]:
 
 def _has_hooks(optimizer: Any) -> bool:
     """Tell whether torch runs hooks around `step`: it gives them to classes whose instances were made by its own."""
-    return bool(getattr(type(optimizer).step, "hooked", False)) and hasattr(optimizer, "_optimizer_step_post_hooks")
+    return bool(getattr(getattr(type(optimizer), "step", None), "hooked", False)) and hasattr(
+        optimizer, "_optimizer_step_post_hooks"
+    )
 
 
 def _hook(optimizer: Any, follower: Follower) -> Callable[[], None]:
