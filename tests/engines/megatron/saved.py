@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import queue
 from collections.abc import Iterator
@@ -10,17 +11,27 @@ from typing import Any
 
 import torch.distributed
 
-from .models import Built, Recipe, build
+from .models import HEAD_DIM, HEADS, Built, Recipe, build
 from .reference import Share
 from .shares import shares_of
 
 
-def save(rank: int, recipe: Recipe, folder: str, *, with_optimizer: bool) -> list[Share]:
+def save(
+    rank: int, recipe: Recipe, folder: str, *, with_optimizer: bool = False, zero_centered_norms: bool = False
+) -> list[Share]:
     """Save a rank's part of a model with `dist_checkpointing`, and return its shares of the whole one."""
     from megatron.core import dist_checkpointing
 
     built = build(recipe)
-    state: dict[str, Any] = {"iteration": 7, "args": {"tp": recipe.tp}}
+    args = argparse.Namespace(  # as Megatron-LM's; without groups the number of them is 1
+        num_attention_heads=HEADS,
+        group_query_attention=recipe.groups != HEADS,
+        num_query_groups=recipe.groups if recipe.groups != HEADS else 1,
+        kv_channels=HEAD_DIM,
+        apply_layernorm_1p=zero_centered_norms,
+        params_dtype=torch.bfloat16,
+    )
+    state: dict[str, Any] = {"iteration": 7, "args": args}
     models = [chunk.module.sharded_state_dict() for chunk in built.chunks]
     if len(models) == 1:
         state["model"] = models[0]

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from tensorhub_core import serve
 from tensorhub_core.checkpoint.formats import OpenOptions, detect, open_folder
 from tensorhub_core.cli.pull import pull
+from tensorhub_core.errors import LayoutMismatch
 from tensorhub_megatron import publish_from_checkpoint
 from tests.unit.checkpoint.dcp_samples import assembled
 from tests.unit.checkpoint.samples import bytes_of as bits
@@ -94,3 +95,14 @@ def test_what_is_published_is_pulled(name: str, ranks: Callable[[int], Ranks], t
     (file,) = (tmp_path / "out").glob("*.safetensors")
     got = {key: (name_of(t.dtype), tuple(t.shape), bits(t)) for key, t in safetensors.torch.load_file(file).items()}
     assert got == bytes_of(truth, recipe)
+
+
+def save_with_smaller_norms(rank: int, recipe: Recipe, folder: str) -> Any:
+    return save(rank, recipe, folder, zero_centered_norms=True)
+
+
+def test_norms_that_were_saved_smaller_by_one_are_refused(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    recipe = Recipe(dp=2)
+    ranks(2).run(save_with_smaller_norms, recipe, str(tmp_path))
+    with pytest.raises(LayoutMismatch, match="norms are smaller by one than the engine's"):
+        open_folder(tmp_path, OpenOptions(hf_config=recipe.hf_config()))

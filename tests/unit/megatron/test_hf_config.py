@@ -96,7 +96,7 @@ def test_an_equal_trainer_has_no_differences() -> None:
         ({"tied": True}, "tie_word_embeddings"),
         ({"qkv_bias": True}, "biases of q, k and v: the trainer has them"),
         ({"qk_norm": False}, "norms of q and k: the Hugging Face model has them"),
-        ({"zero_centered_norms": True}, "layernorm_zero_centered_gamma"),
+        ({"zero_centered_norms": True}, "layernorm_zero_centered_gamma: the trainer's norms are smaller by one"),
         ({"interleaved_rotary": True}, "rotary_interleaved"),
     ],
 )
@@ -161,3 +161,13 @@ def test_a_name_that_does_not_fit_its_key_is_refused(name: str) -> None:
     template = "decoder.layers.{layer}.mlp.router.expert_bias"
     with pytest.raises(RegistrationError, match=r"it has to have \{layer\}, as the key does"):
         boxes_of(key, Chunk((2, 4), (0, 0), (1, 4)), DIMS, {template: name})
+
+
+@pytest.mark.parametrize("kind", ["gemma", "gemma3_text", "nemotron", "qwen3_next"])
+def test_norms_are_those_of_the_family(kind: str) -> None:
+    config = {**CONFIG, "model_type": kind}
+    for has, said in ((True, []), (None, []), (False, ["trainer's norms are larger by one"])):
+        found = differences(config, replace(TRAINER, zero_centered_norms=has))
+        assert [text for text in found if "norms" in text and "q and k" not in text] == [
+            f"layernorm_zero_centered_gamma: the {text} than the engine's" for text in said
+        ]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensorhub_core import Worker, connect
 from tensorhub_core.checkpoint.dcp import Piece, checkpoint_of, open_pieces, read_index
@@ -17,12 +17,27 @@ from tensorhub_core.checkpoint.formats import TORCH_DIST, OpenOptions, detect, o
 from tensorhub_core.client.tensors import RawTensor
 from tensorhub_core.errors import ConfigError, LayoutMismatch, RegistrationError
 from tensorhub_core.layout.types import Box
-from tensorhub_megatron.hf_config import TrainerFacts, differences, dims_of, read_hf_config
+from tensorhub_megatron.hf_config import REARRANGING, TrainerFacts, differences, dims_of, read_hf_config, rearranged
 from tensorhub_megatron.names import EMBEDDING, LM_HEAD, OUTPUT_LAYER, Chunk, ModelDims, boxes_of, parse_key
+from tensorhub_megatron.saved_settings import saved_settings
+
+if TYPE_CHECKING:
+    from tensorhub_core.settings import Settings
 
 _NOT_WEIGHTS = re.compile(
     r"(?:chained_\d+\.)?optim(?:izer)?s?\..*|(?:opt_param_scheduler|rng_state|rerun_state_machine).*|.*\._extra_state.*"
 )
+_SETTINGS = (
+    "apply_layernorm_1p",
+    "layernorm_zero_centered_gamma",
+    "rotary_interleaved",
+    "num_attention_heads",
+    "group_query_attention",
+    "num_query_groups",
+    "kv_channels",
+    *REARRANGING,
+)
+"""What tensors' shapes do not tell, and settings do where they were saved."""
 _LAYER = "decoder.layers.{layer}."
 _EXPERT = f"{_LAYER}mlp.experts.{{expert}}."
 
@@ -31,14 +46,15 @@ def publish_from_checkpoint(
     folder: str | os.PathLike[str],
     *,
     hf_config: Any = None,
-    server: str | None = None,
+    server: str | Sequence[str] | None = None,
     model: str = "policy",
     version: int = 0,
     stream: str | None = None,
     replica: str | None = None,
     extra_names: Mapping[str, str | None] | None = None,
     copy: bool = False,
-    settings: Mapping[str, object] | None = None,
+    transport: str = "auto",
+    settings: Mapping[str, object] | Settings | None = None,
 ) -> Worker:
     """Publish the weights in a checkpoint folder as `version`, and return the worker that serves them until closed.
 
@@ -46,8 +62,9 @@ def publish_from_checkpoint(
     `torch.distributed.checkpoint` or safetensors. Its files are mapped, not copied: leave them alone until the worker
     is closed, or give `copy=True`. One process does it, without torch or Megatron; whatever the parallel
     sizes were, engines read what they need. `hf_config` (a transformers config, a mapping, a folder or `config.json`)
-    is needed for `torch_dist`, unless a `config.json` lies beside it, and compared with what was saved; shapes do not
-    tell whether norms were saved smaller by one (`--apply-layernorm-1p`): such a folder must not be served.
+    is needed for `torch_dist`, unless a `config.json` lies beside it, and compared with what was saved: shapes, and
+    what Megatron's `common.pt` or Megatron-Bridge's `run_config.yaml` say, such as norms that were saved smaller by one
+    (`--apply-layernorm-1p`). A folder without them must not hold such a model.
     `extra_names` is `describe`'s. Raises ConfigError if the folder cannot be served, LayoutMismatch listing everything
     in which it is not the model of `hf_config`, RegistrationError naming tensors without a known name, and what
     `connect` and `publish` raise.
@@ -58,7 +75,7 @@ def publish_from_checkpoint(
         checkpoint = open_torch_dist(where, options)
     else:  # named by its tensors themselves
         checkpoint = open_folder(where, replace(options, hf_config=None), kind)
-    worker = connect(server, model=model, replica=replica, stream=stream, settings=settings)
+    worker = connect(server, model=model, replica=replica, stream=stream, transport=transport, settings=settings)
     try:
         worker.register(((tensor.name, tensor) for tensor in checkpoint.tensors), checkpoint.boxes)
         worker.publish(version)
@@ -81,7 +98,8 @@ def open_torch_dist(folder: Path, options: OpenOptions) -> Checkpoint:
     index = read_index(folder)
     weights = [tensor for tensor in index.tensors if not _NOT_WEIGHTS.fullmatch(tensor.key)]
     dims = dims_of(config)
-    different = differences(config, saved_facts(weights, dims, str(folder)))
+    said = saved_settings(folder, _SETTINGS)
+    different = differences(config, saved_facts(weights, dims, str(folder), said)) + rearranged(said)
     if different:
         text = f"{folder} does not hold the model of hf_config: " + "; ".join(different)
         raise LayoutMismatch(text, tuple(different))
@@ -153,8 +171,17 @@ def _placed(
             yield f"{piece.name}@{LM_HEAD}", piece, head
 
 
-def saved_facts(weights: Sequence[StoredTensor], dims: ModelDims, where: str) -> TrainerFacts:
-    """Return what the shapes and keys of a folder say about its model; what they do not say is taken from `dims`."""
+def saved_facts(
+    weights: Sequence[StoredTensor], dims: ModelDims, where: str, said: Mapping[str, Any] | None = None
+) -> TrainerFacts:
+    """Return what the shapes and keys of a folder, and settings beside them, say about its model.
+
+    What none of them says is taken from `dims`.
+    """
+    said = said or {}
+    heads, groups = said.get("num_attention_heads"), said.get("num_query_groups")
+    if said.get("group_query_attention") is False or not groups:  # the number is 1 then
+        groups = heads
     shapes: dict[str, tuple[int, ...]] = {}
     layers = experts = 0
     for tensor in weights:
@@ -170,9 +197,9 @@ def saved_facts(weights: Sequence[StoredTensor], dims: ModelDims, where: str) ->
     return TrainerFacts(
         layers=layers,
         hidden=shapes[EMBEDDING][1],
-        heads=dims.heads,
-        groups=dims.groups,
-        head_dim=dims.head_dim,
+        heads=heads or dims.heads,
+        groups=groups or dims.groups,
+        head_dim=said.get("kv_channels") or dims.head_dim,
         ffn=_ffn(shapes, f"{_LAYER}mlp."),
         experts=experts or None,
         expert_ffn=_ffn(shapes, _EXPERT),
@@ -180,8 +207,8 @@ def saved_facts(weights: Sequence[StoredTensor], dims: ModelDims, where: str) ->
         tied=OUTPUT_LAYER not in shapes,
         qkv_bias=f"{_LAYER}self_attention.linear_qkv.bias" in shapes,
         qk_norm=f"{_LAYER}self_attention.q_layernorm.weight" in shapes,
-        zero_centered_norms=False,
-        interleaved_rotary=False,
+        zero_centered_norms=said.get("apply_layernorm_1p", said.get("layernorm_zero_centered_gamma")),
+        interleaved_rotary=bool(said.get("rotary_interleaved")),
     )
 
 

@@ -92,13 +92,6 @@ def facts_of(config: Any, *, tied: bool) -> TrainerFacts:
     )
 
 
-def rearranged(config: Any) -> list[str]:
-    """Return the settings with which parameters do not hold the rows that Hugging Face tensors have."""
-    settings = ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size", "attention_output_gate")
-    found = {name: getattr(config, name, None) for name in settings}
-    return [f"{name} = {value}: rows of such matrices cannot be told yet" for name, value in found.items() if value]
-
-
 def entries(model: Any) -> list[Entry]:
     """Return where the parameters of a model chunk lie in Megatron's global tensors; nothing is copied.
 

@@ -17,6 +17,13 @@ _NORMED = frozenset({"qwen3", "qwen3_moe"})
 _KNOWN = frozenset({"llama", "mistral", "mixtral"}) | _BIASED | _NORMED
 """Families whose tensors follow from the type: a tensor too many on the trainer's side would get lost unnoticed."""
 
+_GEMMAS = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"})
+_ZERO_CENTERED = _GEMMAS | {"nemotron", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
+"""Families whose own norms are smaller by one."""
+
+REARRANGING = ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size", "attention_output_gate")
+"""Megatron's settings with which parameters do not hold the rows that Hugging Face tensors have."""
+
 
 @dataclass(frozen=True)
 class TrainerFacts:
@@ -34,7 +41,7 @@ class TrainerFacts:
     tied: bool
     qkv_bias: bool
     qk_norm: bool
-    zero_centered_norms: bool
+    zero_centered_norms: bool | None
     interleaved_rotary: bool
 
 
@@ -96,6 +103,12 @@ def value_of(config: Mapping[str, Any], *keys: str) -> Any:
     return next((config[key] for key in keys if config.get(key) is not None), None)
 
 
+def rearranged(settings: Mapping[str, Any]) -> list[str]:
+    """Return those of a trainer's settings with which rows cannot be told."""
+    found = {name: settings.get(name) for name in REARRANGING}
+    return [f"{name} = {value}: rows of such matrices cannot be told yet" for name, value in found.items() if value]
+
+
 def differences(config: Mapping[str, Any], trainer: TrainerFacts) -> list[str]:
     """Return everything in which the trainer's model is not the one of a Hugging Face configuration.
 
@@ -125,8 +138,10 @@ def differences(config: Mapping[str, Any], trainer: TrainerFacts) -> list[str]:
 def _different_parts(config: Mapping[str, Any], trainer: TrainerFacts) -> list[str]:
     kind = str(config.get("model_type") or "")
     found: list[str] = []
-    if trainer.zero_centered_norms and not kind.startswith(("gemma", "qwen3_next")):
-        found.append("layernorm_zero_centered_gamma: the trainer's norms are smaller by one than the engine's")
+    zero_centered = kind in _ZERO_CENTERED
+    if trainer.zero_centered_norms is not None and trainer.zero_centered_norms != zero_centered:
+        how = "larger" if zero_centered else "smaller"
+        found.append(f"layernorm_zero_centered_gamma: the trainer's norms are {how} by one than the engine's")
     if kind not in _KNOWN:
         return found
     if trainer.interleaved_rotary:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tensorhub_core.errors import RegistrationError
 from tensorhub_core.layout.types import Box
 from tensorhub_megatron import compat
-from tensorhub_megatron.hf_config import differences, read_hf_config, value_of
+from tensorhub_megatron.hf_config import REARRANGING, differences, read_hf_config, rearranged, value_of
 from tensorhub_megatron.modules import require_no_adapters
 from tensorhub_megatron.names import EMBEDDING, LM_HEAD, OUTPUT_LAYER, ModelDims, boxes_of, parse_key
 
@@ -57,7 +57,7 @@ def describe(
     vocab = value_of(config, "vocab_size") or getattr(own, "vocab_size", None)
     dims = compat.model_dims(own, vocab, str(config.get("model_type") or ""))
     faults = differences(config, compat.facts_of(own, tied=any(map(compat.is_tied, models))))
-    faults += compat.rearranged(own)
+    faults += rearranged({name: getattr(own, name, None) for name in REARRANGING})
     found = Described({}, {}, {}, {})
     unknown: dict[str, None] = {}
     for number, model in enumerate(models):
