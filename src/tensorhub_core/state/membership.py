@@ -61,8 +61,8 @@ def hello(s: Step, session: SessionId, request: int, m: Hello) -> None:
     else:
         if worker_or_none is not None:
             supersede(s, worker_or_none, f"another process has taken the place of {m.replica}/{m.shard}")
-            group = model.groups.setdefault(group.replica, group)
         worker = admit(s, session, m)
+        group = model.groups.setdefault(group.replica, group)  # its last member may have gone, also from this session
         group.members[m.shard] = worker.id
         group.zone, group.host, group.spot, group.keeper = m.zone, m.host, m.spot, m.keeper
         group.generation += 1

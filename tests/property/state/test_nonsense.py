@@ -16,8 +16,10 @@ from tensorhub_core.state.machine import MachineConfig, ServerState, step
 from tensorhub_core.state.messages import (
     PROTOCOL,
     Done,
+    Ended,
     Filling,
     HandOver,
+    Held,
     Hello,
     JoinRound,
     Leave,
@@ -145,3 +147,56 @@ def test_nonsense_neither_raises_nor_breaks_a_law() -> None:
     for kind in ("Published", "Promise", "Committed", "LeaseLost", "Superseded", "OffloadKept", "DropOffload"):
         assert heard[kind], f"the walk never got as far as {kind}: {heard}"
     assert staged, "nothing was ever staged"
+
+
+def any_hello(chance: random.Random) -> Hello:
+    """Draw a hello as any shard of any replica, with any past: also as somebody else over the same connection."""
+
+    def key() -> tuple[int, int]:
+        return chance.choice((0, 1, 1, 2, 3)), chance.choice((0, 1, 2, 3, 2**63 - 1))
+
+    def held() -> Held:
+        blobs = (digest(chance.choice(DATA)) for _ in range(3))
+        return Held(*key(), *blobs, chance.choice((0, 400)), chance.choice((0, 4)))
+
+    def perhaps(make: typing.Callable[[], typing.Any]) -> typing.Any:
+        return make() if chance.random() < 0.5 else None
+
+    return Hello(
+        PROTOCOL,
+        chance.choice(("1", "2", "3", "4")),
+        chance.choice(("policy", "policy", "critic")),
+        chance.choice(("a", "b")),
+        chance.choice((0, 1)),
+        chance.choice((2, 2, 2, 3)),
+        stream=chance.choice((None, "s", "t")),
+        spot=chance.random() < 0.2,
+        observer=chance.random() < 0.1,
+        high=perhaps(key),
+        held=perhaps(held),
+        ended=perhaps(lambda: Ended(chance.choice((0, 1, 2, 5)), perhaps(key))),
+        offloads=tuple(held() for _ in range(chance.choice((0, 0, 1, 2)))),
+        keeper=chance.random() < 0.2,
+        created=perhaps(key),
+    )
+
+
+def test_any_hello_over_any_connection_neither_raises_nor_breaks_a_law() -> None:
+    for seed in range(20):
+        chance, now = random.Random(seed), 0.0
+        state = ServerState.new(MachineConfig(server_epoch=1, retain=seed % 3), now)
+        sessions = [SessionId(b"s%d" % k) for k in range(5)]
+        for number in range(1, 250):
+            session = chance.choice(sessions)
+            kind = chance.choices(KINDS, [WEIGHTS.get(k, 4) for k in KINDS])[0]
+            message: typing.Any = any_hello(chance)
+            if session in state.sessions and kind is not Hello:
+                message = any_message(chance, kind, state, state.workers[state.sessions[session]].replica)
+            try:
+                message = msgspec.convert(msgspec.to_builtins(message), type(message))
+            except msgspec.ValidationError:
+                continue
+            now += chance.choice((0.0,) * 40 + (1.0, 6.0, 20.0))
+            state, _ = step(state, chance.choice((Tick(),) + (Received(session, number, message),) * 15), now)
+            broken = check(state)
+            assert not broken, (seed, number, broken)

@@ -290,3 +290,15 @@ def test_all_replicas_update_at_once_from_the_only_holder(seed: int) -> None:
     for p, n in zip(t, withdrawn, strict=True):
         p.answer(n, Ok)
     assert hub.state.leases == {}
+
+
+def test_a_connection_that_says_hello_as_another_shard_is_that_one_from_then_on() -> None:
+    """It was the replica's only member until then, so that the replica was forgotten in between."""
+    hub = Hub()
+    peer = hub.hello("reader", 0, 2)
+    peer.call(Hello(PROTOCOL, "another", "policy", "reader", 1, 2), Welcome)
+    peer.register(b"layout")
+    assert [worker.shard for worker in hub.state.workers.values()] == [1]
+    assert check(hub.state) == []
+    hub.later(hub.config.dead_after_s + 1.0, silent=(peer,))
+    assert not hub.state.workers, "it is buried like anybody else"
