@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tensorhub_core import ConfigError, connect, serve
-from tensorhub_megatron import TensorHubTrainerCallback
+from tensorhub_megatron import TensorHubTrainerCallback, attach_fsdp
 
 from .hf_models import Lines, tiny_model, tokenizer, train_on_ranks
 from .ranks import Ranks
@@ -153,6 +154,14 @@ def test_a_step_that_a_loss_scaler_skipped_makes_no_version(address: str) -> Non
             reader.require({name: array_of(parameter) for name, parameter in model.named_parameters()})
         publishing.on_train_end(args, state, control, model=model, optimizer=optimizer)
     publishing.close()
+
+
+def test_it_takes_what_attaching_takes() -> None:
+    found, sibling = (inspect.signature(kind).parameters for kind in (TensorHubTrainerCallback, attach_fsdp))
+    assert found.keys() == sibling.keys() - {"module", "optimizer", "group"}  # all ranks of a `Trainer` train
+    assert {name for name in found if found[name] != sibling[name]} == {"server", "start_version"}
+    assert found["server"].annotation == sibling["server"].annotation
+    assert found["start_version"].default is None
 
 
 @pytest.mark.timeout(120)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,8 @@ class RecordingWorker:
         self.published = False
         self.readers = 0
         self.registrations = 0
+        self.waits: list[float] | None = None
+        self.delays = True
 
     def register(self, tensors: Any, boxes: Any = None) -> None:
         assert not self.published
@@ -36,6 +39,9 @@ class RecordingWorker:
 
     def unpublish(self, timeout_s: float | None = None) -> None:
         assert self.published
+        if self.waits is not None and timeout_s is not None:
+            self.waits.append(timeout_s)
+            time.sleep(timeout_s if self.delays else 0)
         if self.readers:
             raise DeadlineExceeded(f"{self.readers} readers after {timeout_s} s")
         self.published = False

@@ -133,6 +133,29 @@ def test_weights_do_not_change_while_a_reader_stays(model: torch.nn.Module, work
     assert publisher.version == 1
 
 
+def test_a_step_that_waits_says_for_what(
+    model: torch.nn.Module, worker: RecordingWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tensorhub_megatron.publication.REPORT_S", 0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    publisher = follow(worker, optimizer, timeout_s=0.2)
+    waits = worker.waits = []
+    worker.readers = 1
+    with caplog.at_level("WARNING"), pytest.raises(DeadlineExceeded, match="1 readers"):
+        optimizer.step()
+    assert len(waits) > 2
+    assert max(waits) == 0.05
+    assert publisher.last_wait_s >= 0.2
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == len(waits) - 1
+    assert all("version 0 is not taken back yet, and the step waits" in text and "1 readers" in text for text in said)
+    # An error that comes at once is no wait.
+    worker.waits, worker.delays = [], False
+    with pytest.raises(DeadlineExceeded):
+        optimizer.step()
+    assert len(worker.waits) == 1
+
+
 @pytest.mark.parametrize("first", ["scheduler", "publisher"])
 def test_a_learning_rate_scheduler_works_with_it(
     model: torch.nn.Module, worker: RecordingWorker, first: str, recwarn: pytest.WarningsRecorder

@@ -103,10 +103,10 @@ def open_publication(
     `names`: of the model, the replica and the stream. If anything fails on a rank, nothing stays behind on any.
     """
     filled = load_settings(settings)
-    patience_s = max(filled.client.call_timeout_s, timeout_s or 0.0)
-    numbers: dict[str, Any] = {"start_version": start_version, "every": every, "timeout_s": timeout_s}
+    wait_s = filled.client.call_timeout_s if timeout_s is None else timeout_s
+    numbers: dict[str, Any] = {"start_version": start_version, "every": every, "timeout_s": wait_s}
     Publication(weights, **numbers)  # impossible ones are refused before any wait
-    agreement = agreement_of(group, patience_s)
+    agreement = agreement_of(group, max(filled.client.call_timeout_s, wait_s))
     publication = Publication(weights, **numbers, agreement=agreement)
     model, replica, stream = names
     try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any, Protocol
 
-from tensorhub_core.errors import ConfigError, RegistrationError, StateError
+from tensorhub_core.errors import ConfigError, DeadlineExceeded, RegistrationError, ServerUnreachable, StateError
 from tensorhub_core.layout.types import Box
 from tensorhub_core.observe.log import get_logger
 from tensorhub_megatron.agreement import Agreement, Alone
@@ -28,6 +28,10 @@ class PublishingWorker(Protocol):
 
     def close(self) -> None:
         """Leave."""
+
+
+REPORT_S = 30.0
+"""How often a wait for readers is logged."""
 
 
 @dataclass(frozen=True)
@@ -249,8 +253,23 @@ class Publication:
     def _unpublish(self) -> None:
         if self._is_published:
             assert self._worker is not None
-            self._worker.unpublish(timeout_s=self._timeout_s)
+            self._wait_for_readers(self._worker)
             self._is_published = False
+
+    def _wait_for_readers(self, worker: PublishingWorker) -> None:
+        """Take back, and log now and then for what that waits: a step that waits looks like one that hangs."""
+        started, limit_s, waited_s = time.monotonic(), self._timeout_s, 0.0
+        while True:
+            piece_s = None if limit_s is None else min(limit_s - waited_s, REPORT_S)
+            try:
+                worker.unpublish(timeout_s=piece_s)
+                return
+            except (DeadlineExceeded, ServerUnreachable) as error:
+                waited_s = time.monotonic() - started
+                if piece_s is None or limit_s is None or waited_s >= limit_s or waited_s < piece_s:
+                    raise  # time is up, or waiting is of no use
+                what = f"version {self._number} is not taken back yet, and the step waits, for {limit_s:.0f} s at most"
+                get_logger("megatron").warning("%s, %.0f s have passed: %s", what, waited_s, error)
 
 
 def whole_number(what: str, value: Any, least: int) -> int:
