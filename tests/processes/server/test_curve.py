@@ -169,6 +169,7 @@ def test_files_that_are_no_certificates_let_nobody_in_and_stop_nobody_else(serve
     (clients / "junk.key").write_bytes(secrets.token_bytes(2000))
     (clients / "short.key").write_text('curve\n    public-key = "abc"\n')
     (clients / "folder.key").mkdir()
+    os.mkfifo(clients / "pipe.key")
     (clients / "gone.key").symlink_to(clients / "nowhere")
     (clients / "note.txt").write_text("not a key")
     time.sleep(2 * LOOK_EVERY_S)
