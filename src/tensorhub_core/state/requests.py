@@ -281,7 +281,10 @@ class LeaveRound(Message, frozen=True):
 
 
 class Wait(Message, frozen=True):
-    """Answer `Available` as soon as a whole version newer than `newer_than` is available."""
+    """Answer `Available` as soon as a whole version newer than `newer_than` is available.
+
+    Or as soon as other shards of this replica are in a round with such a promise, whoever is offered it by then.
+    """
 
     newer_than: tuple[Count, Count] | None = None
 

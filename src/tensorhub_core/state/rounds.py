@@ -41,6 +41,7 @@ from tensorhub_core.state.versions import (
     highest_number,
     latest,
     show,
+    tell_promised,
 )
 
 
@@ -249,6 +250,8 @@ def keep_promise(s: Step, group: Group, current: Round) -> None:
         if joined is not None:
             tell_sources(s, worker, current)
             tell_promise(s, worker, current)
+        else:
+            s.model(worker).waiting = tell_promised(s, worker, s.model(worker).waiting)
 
 
 def lease_again(s: Step, group: Group, shard: int, current: Round) -> bool:

@@ -280,13 +280,31 @@ def unpublish(s: Step, worker: Worker, request: int, _: Unpublish) -> None:
 
 
 def wait(s: Step, worker: Worker, request: int, m: Wait) -> None:
-    """Answer when a newer whole version is available."""
+    """Answer when a newer whole version is available, or when the other shards were promised one."""
     model = s.model(worker)
     newer_than = None if m.newer_than is None else (m.newer_than[0], m.newer_than[1])
     if sum(w.worker == worker.id for w in model.waiting) >= s.state.config.max_deferred:
         return s.fail(worker, request, StateError("too many waits at once on one connection"))
     waiting = Waiting(worker.id, request, newer_than)
-    model.waiting += settle_waits(s, model, [waiting])
+    model.waiting += tell_promised(s, worker, settle_waits(s, model, [waiting]))
+
+
+def tell_promised(s: Step, worker: Worker, waiters: list[Waiting]) -> list[Waiting]:
+    """Answer a shard that its replica's round waits for with the version that the others were promised.
+
+    Its holder may be taking it back by now, so that nobody else hears of it; this shard still gets it, by joining (L3).
+    Else it would wait for a newer one, the round for it, and the holder for the round. Returns who goes on waiting.
+    """
+    current = None if worker.observer else s.group(worker).open_round()
+    if current is None or current.key is None or current.kind == "install" or worker.shard in current.joined:
+        return waiters
+    keep = []
+    for waiting in waiters:
+        if waiting.worker == worker.id and (waiting.newer_than is None or current.key > waiting.newer_than):
+            s.reply(worker, waiting.request, Available(*current.key))
+        else:
+            keep.append(waiting)
+    return keep
 
 
 def settle_waits(s: Step, model: ModelState, waiters: list[Waiting]) -> list[Waiting]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,8 +11,11 @@ import pytest
 from numpy.typing import NDArray
 
 from tensorhub_core import Box, LayoutMismatch, StateError, VersionUnavailable, Worker
+from tensorhub_core.client.oneshot import ask
+from tensorhub_core.state.messages import GetStatus, StatusReply
 from tests.processes.client.actor import Actor
 from tests.processes.client.conftest import Hub, nothing_retained
+from tests.processes.client.retaining import until
 
 pytestmark = pytest.mark.timeout(120)
 ROWS, COLUMNS = 512, 768
@@ -51,6 +55,14 @@ def shards(here: Hub, replica: str, tensors: Arrays, count: int) -> list[tuple[W
         worker.register(arrays, boxes)
         made.append((worker, arrays))
     return made
+
+
+def states(here: Hub, replica: str) -> list[str]:
+    """Return what the server says of a replica's shards."""
+    reply = ask(here.server.address, GetStatus(here.model))
+    assert isinstance(reply, StatusReply)
+    found = [row.shards for row in reply.models[0].replicas if row.replica == replica]
+    return [shard.state for shard in found[0]]
 
 
 def together(calls: list[Any]) -> list[Any]:
@@ -149,3 +161,27 @@ def test_a_dead_shard_ends_the_round_of_the_others_and_a_new_one_can_take_part(h
         assert together([living.replicate, heir.replicate]) == [1, 1]
     assert np.array_equal(arrays["tp.down"], part(whole(1), 0, 2)[0]["tp.down"])
     assert np.array_equal(again["tp.down"], part(whole(1), 1, 2)[0]["tp.down"])
+
+
+@nothing_retained
+def test_a_shard_that_waits_follows_the_others_of_its_replica_to_a_version_that_is_taken_back(here: Hub) -> None:
+    """Each shard in a loop of its own, `wait` and then `update`, of which one is a little late."""
+    (trainer, arrays), *_ = shards(here, "trainer", whole(1), 1)
+    trainer.publish(1)
+    engine = shards(here, "engine", zeros(), 2)
+    assert together([worker.replicate for worker, _ in engine]) == [1, 1]
+    trainer.unpublish()
+    for name, array in whole(2).items():
+        arrays[name][...] = array
+    trainer.publish(2)
+    begun = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        early = pool.submit(engine[0][0].update, progress=lambda done, total, source: begun.set())
+        assert begun.wait(20)
+        taken_back = pool.submit(trainer.unpublish)
+        until(lambda: "draining" in states(here, "trainer"))
+        assert engine[1][0].wait(newer_than=1, timeout_s=20) == 2
+        assert engine[1][0].update() == early.result(20) == 2
+        taken_back.result(20)
+    for shard, (_, got) in enumerate(engine):
+        assert np.array_equal(got["tp.down"], part(whole(2), shard, 2)[0]["tp.down"])
