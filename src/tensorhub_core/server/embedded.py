@@ -99,19 +99,21 @@ def embedded_address(timeout_s: float = 10.0, server: ServerConfig | None = None
     server = load_settings().server if server is None else server
     folder = runtime_folder(server.runtime_dir)
     deadline = time.monotonic() + timeout_s
-    trouble = "it did not start"
-    starts = 0
+    trouble, starts = "it did not start", 0
     while True:
         address = live_address(folder)
         if address is not None:
             return address
         left_s = deadline - time.monotonic()
         if left_s <= 0 or starts == STARTS:
-            raise ServerUnreachable(f"no embedded server in {folder} after {timeout_s:g} s: {trouble}")
+            tried = f"after {timeout_s:g} s" if starts < STARTS else f"after {starts} starts"
+            raise ServerUnreachable(f"no embedded server in {folder} {tried}: {trouble}")
         with _try_lock(folder / "start.lock") as ours:
-            if ours and live_address(folder) is None:
+            if not ours:
+                trouble = f"another process, which holds {folder / 'start.lock'}, does not get it started: end that one"
+            elif live_address(folder) is None:
                 starts += 1
-                trouble = _start(server, folder, left_s) or trouble
+                trouble = _start(server, folder, left_s) or "it did not start"
         time.sleep(POLL_S)
 
 
@@ -142,7 +144,10 @@ def _environment(server: ServerConfig, folder: Path) -> dict[str, str]:
         if value is not None:
             environ[PREFIX + key.upper()] = str(value)
     environ[PREFIX + "RUNTIME_DIR"] = str(folder.absolute())
-    paths = [os.path.abspath(part) for part in environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    paths: list[str] = []
+    for part in filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)):
+        with contextlib.suppress(FileNotFoundError):  # of a working directory that is gone nothing can be imported
+            paths.append(os.path.abspath(part))
     root = Path(tensorhub_core.__path__[0]).absolute().parent
     if root.name not in ("site-packages", "dist-packages"):
         paths.append(str(root))

@@ -23,6 +23,7 @@ from tensorhub_core.server.files import free_lock, same_file, take_lock, write_a
 from tensorhub_core.server.loop import ServerLoop
 from tensorhub_core.server.options import machine_config
 from tensorhub_core.server.serving import epoch_now
+from tensorhub_core.state.bounds import MOST_SERVER_EPOCH
 
 LOCK_FILE = "lock"
 FIRST_WORKER_S = 10.0
@@ -163,7 +164,7 @@ def next_epoch(folder: Path, at_least: int) -> int:
         last = int(path.read_bytes())
     except (OSError, ValueError):
         last = 0
-    epoch = max(last + 1, at_least)
+    epoch = max(last + 1, at_least) if last < MOST_SERVER_EPOCH else at_least  # else the file is damaged
     write_atomically(path, b"%d" % epoch)
     return epoch
 

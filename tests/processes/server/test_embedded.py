@@ -258,3 +258,36 @@ def test_in_the_foreground_it_says_where_it_listens(home: Home) -> None:
         hub.send_signal(signal.SIGINT)
         assert hub.wait(10) == 0
     assert running_address(home.server) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"-5", b"9" * 400, b"1" * 5000])
+def test_a_damaged_count_of_lives_does_no_harm(home: Home, content: bytes) -> None:
+    home.folder.mkdir(mode=0o700)
+    (home.folder / "epoch").write_bytes(content)
+    reply = ask(home.address(), GetStatus(), timeout_s=10)
+    assert isinstance(reply, StatusReply)
+    assert reply.server_epoch > 1_700_000_000_000, "of the wall clock"
+
+
+def test_a_starter_that_does_not_get_it_started_is_named(home: Home) -> None:
+    """It was stopped, say, in the middle of the start."""
+    home.folder.mkdir(mode=0o700)
+    lock = take_lock(home.folder / "start.lock")
+    assert lock is not None
+    try:
+        with pytest.raises(ServerUnreachable, match=r"another process, which holds .*start\.lock"):
+            embedded_address(0.3, home.server)
+    finally:
+        free_lock(lock)
+
+
+def test_it_starts_from_a_folder_that_is_gone(home: Home, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = f"import os; os.rmdir({str(gone)!r}); from tensorhub_core.server.embedded import *; "
+    code += f"print(embedded_address({START_S}, ServerConfig(runtime_dir={str(home.folder)!r})))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["relative", *filter(os.path.isabs, sys.path)])}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, cwd=gone, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == home.record().address
