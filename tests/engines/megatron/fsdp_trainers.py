@@ -81,6 +81,8 @@ def build(kind: str) -> Any:
     model = Model()
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model)
+    if kind == "wrapped fsdp":
+        return torch.compile(_from_meta(init_device_mesh("cpu", (world,))), backend="eager")
     if kind == "fsdp":
         mesh = init_device_mesh("cpu", (world,))
     elif kind == "replicated shards":
@@ -93,6 +95,38 @@ def build(kind: str) -> Any:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
+
+
+def _wrapped(model: Model) -> Model:
+    """Wrap blocks as activation checkpointing and compiling do, and freeze a part."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+    model.blocks[1].up = torch.compile(model.blocks[1].up, backend="eager")
+    model.blocks[1].down.weight.requires_grad_(False)
+    return model
+
+
+def _from_meta(mesh: Any) -> Any:
+    """Shard a model without memory in mixed precision, kept on the host, and give it memory and weights then."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    policy = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+        "mesh": mesh,
+    }
+    with torch.device("meta"):
+        model = _wrapped(Model())
+    for block in model.blocks:
+        fully_shard(block, **policy, reshard_after_forward=False)
+    fully_shard(model, **policy)
+    model.to_empty(device="cpu")
+    for number, parameter in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(number)
+        whole = torch.randn(parameter.shape, generator=generator)
+        parameter.data.copy_(torch.distributed.tensor.distribute_tensor(whole, mesh, parameter.placements))
+    return model
 
 
 def _tensor_parallel(model: Model, mesh: Any) -> None:
@@ -180,5 +214,7 @@ def _whole(job: Job) -> dict[str, Array]:
     found = {}
     for name, parameter in job.module.named_parameters(remove_duplicate=False):
         full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        found[name.removeprefix("module.")] = array_of(full.detach().to(job.cast or full.dtype))
+        for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module.", "module."):
+            name = name.replace(wrapper, "")
+        found[name] = array_of(full.detach().to(job.cast or full.dtype))
     return found

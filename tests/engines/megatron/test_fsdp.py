@@ -21,6 +21,7 @@ KINDS = {
     "tensor-parallel": ("tensor parallel", 4, {}),
     "tensor-parallel-cast": ("tensor parallel", 4, {"cast": "bf16"}),
     "ddp": ("ddp", 2, {}),
+    "fsdp-wrapped-offloaded-mixed-cast": ("wrapped fsdp", 2, {"cast": "bf16"}),
 }
 
 
