@@ -84,6 +84,7 @@ class Recipe:
             "intermediate_size": FFN,
             "tie_word_embeddings": self.tied,
             "attention_bias": self.qkv_bias or self.biases,
+            "mlp_bias": self.biases,
             **moe,
         }
 

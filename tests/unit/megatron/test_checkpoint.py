@@ -180,3 +180,9 @@ def test_folders_that_cannot_be_served_connect_to_nobody(tmp_path: Path, monkeyp
     monkeypatch.setattr("tensorhub_megatron.checkpoint.connect", lambda *_, **__: os.abort())
     with pytest.raises(ConfigError, match="give hf_config"):
         publish_from_checkpoint(saved(tmp_path, model()))
+
+
+def test_biases_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
+    state = model(**{"decoder.final_layernorm.bias": torch.ones(HIDDEN, dtype=torch.bfloat16)})
+    with pytest.raises(LayoutMismatch, match="bias of norm: the trainer has it, the llama model has not"):
+        open_folder(saved(tmp_path, state), OpenOptions(hf_config=CONFIG))

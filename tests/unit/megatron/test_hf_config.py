@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tensorhub_core.errors import ConfigError, RegistrationError
-from tensorhub_megatron.hf_config import TrainerFacts, differences, dims_of, read_hf_config
+from tensorhub_megatron.hf_config import TrainerFacts, differences, dims_of, read_hf_config, surplus
 from tensorhub_megatron.names import Chunk, ModelDims, boxes_of, parse_key
 
 CONFIG = {
@@ -171,3 +171,34 @@ def test_norms_are_those_of_the_family(kind: str) -> None:
         assert [text for text in found if "norms" in text and "q and k" not in text] == [
             f"layernorm_zero_centered_gamma: the {text} than the engine's" for text in said
         ]
+
+
+@pytest.mark.parametrize(
+    ("config", "had"),
+    [
+        ({"model_type": "llama"}, set()),
+        ({"model_type": "llama", "attention_bias": True}, {"o_proj"}),
+        ({"model_type": "qwen3", "attention_bias": True, "mlp_bias": True}, {"o_proj"}),
+        ({"model_type": "qwen2", "attention_bias": True}, set()),
+        ({"model_type": "llama", "mlp_bias": True}, {"gate_proj", "up_proj", "down_proj"}),
+    ],
+)
+def test_biases_that_an_engine_would_not_ask_for_are_named(config: dict[str, Any], had: set[str]) -> None:
+    modules = (
+        "self_attn.q_proj",
+        "self_attn.o_proj",
+        "input_layernorm",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+    )
+    names = [
+        f"model.layers.{layer}.{module}.{kind}" for layer in (0, 1) for module in modules for kind in ("weight", "bias")
+    ]
+    names += ["model.norm.weight", "lm_head.weight", "lm_head.bias"]
+    lost = sorted({"o_proj", "input_layernorm", "gate_proj", "up_proj", "down_proj", "lm_head"} - had)
+    kind = config["model_type"]
+    assert surplus(config, names) == [
+        f"bias of {module}: the trainer has it, the {kind} model has not" for module in lost
+    ]
+    assert surplus({**config, "model_type": "gpt2"}, names) == []

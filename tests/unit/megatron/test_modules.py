@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tensorhub_core.errors import RegistrationError
+from tensorhub_core.errors import ConfigError, RegistrationError
 from tensorhub_megatron import attach_fsdp, attach_optimizer, parameters_of
 from tensorhub_megatron.fsdp import ShardedWeights
 from tensorhub_megatron.modules import named_weights, require_no_adapters
@@ -225,3 +225,21 @@ def test_ranks_parts_of_a_megatron_model_are_refused() -> None:
     for act in (named_shards, parameters_of):
         with pytest.raises(RegistrationError, match=r"'weight'.*attach\(\)"):
             act(model)
+
+
+@pytest.mark.parametrize("act", [named_shards, parameters_of])
+def test_what_is_no_module_and_what_has_no_shape_yet_is_refused(act: Callable[[Any], Any]) -> None:
+    for wrong in (None, nn.Linear(2, 2).state_dict(), nn.Linear(2, 2).parameters(), [nn.Linear(2, 2)], nn.Linear):
+        with pytest.raises(RegistrationError, match=r"is no torch\.nn\.Module"):
+            act(wrong)
+    lazy = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
+    with pytest.raises(RegistrationError, match=r"'1\.weight' has no shape before its module's first forward pass"):
+        act(lazy)
+    lazy(torch.ones(1, 2))
+    assert len(act(lazy)) == 4
+
+
+def test_an_optimizer_that_was_not_made_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"has no step\(\) to follow"):
+        attach_optimizer(nn.Linear(2, 2), torch.optim.SGD)
+    assert not hasattr(torch.optim.SGD, "_tensorhub_publisher")

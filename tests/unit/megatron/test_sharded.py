@@ -140,7 +140,7 @@ def test_copies_are_torchs_own_rounding_and_follow_each_step() -> None:
     assert tensors["small"].data_ptr() == model.small.data_ptr()
     assert tensors["count"].data_ptr() == model.count.data_ptr()
     assert tensors["empty"] is not tensors["none"]
-    assert registered.boxes["empty"] == ()
+    assert not {"empty", "none"} & registered.boxes.keys()  # nothing else says that there is one of that name
     for _ in range(2):
         assert torch.equal(tensors["head.weight"], model.head.weight.detach().to(torch.bfloat16))
         assert not weights.moved()

@@ -17,7 +17,15 @@ from tensorhub_core.checkpoint.formats import TORCH_DIST, OpenOptions, detect, o
 from tensorhub_core.client.tensors import RawTensor
 from tensorhub_core.errors import ConfigError, LayoutMismatch, RegistrationError
 from tensorhub_core.layout.types import Box
-from tensorhub_megatron.hf_config import REARRANGING, TrainerFacts, differences, dims_of, read_hf_config, rearranged
+from tensorhub_megatron.hf_config import (
+    REARRANGING,
+    TrainerFacts,
+    differences,
+    dims_of,
+    read_hf_config,
+    rearranged,
+    surplus,
+)
 from tensorhub_megatron.names import EMBEDDING, LM_HEAD, OUTPUT_LAYER, Chunk, ModelDims, boxes_of, parse_key
 from tensorhub_megatron.saved_settings import saved_settings
 
@@ -111,6 +119,9 @@ def open_torch_dist(folder: Path, options: OpenOptions) -> Checkpoint:
     for name, piece, places in _placed(pieces, dims, options.names, tied):
         tensors.append(RawTensor(name, piece.tensor.dtype, piece.chunk.shape, piece.data))
         boxes[name] = places
+    lost = surplus(config, (box.logical for places in boxes.values() for box in places))
+    if lost:
+        raise LayoutMismatch(f"{folder} does not hold the model of hf_config: " + "; ".join(lost), tuple(lost))
     left_out = index.num_others + len(index.tensors) - len(served)
     return checkpoint_of(folder, pieces, tensors, boxes, left_out)
 

@@ -91,7 +91,11 @@ class ShardedWeights:
         self._copies = {}
         tensors = {name: self._published(part) for name, part in self._parts.items()}
         self._fill()
-        boxes = {name: boxes_of_shard(name, name, parameter) for name, parameter in shards.items()}
+        boxes = {
+            name: boxes_of_shard(name, name, parameter)
+            for name, parameter in shards.items()
+            if parameter.numel() or self._parts[name].shape != parameter.shape  # no box names what has no elements
+        }
         return Registration(tensors, boxes)
 
     def moved(self) -> bool:

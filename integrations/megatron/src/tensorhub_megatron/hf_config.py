@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from tensorhub_megatron.names import ModelDims
 
 _BIASED = frozenset({"qwen2", "qwen2_moe"})
 _NORMED = frozenset({"qwen3", "qwen3_moe"})
+_BIASED_OUTPUT = _NORMED | {"llama"}
+"""Families whose `attention_bias` means that of the output, too."""
 _KNOWN = frozenset({"llama", "mistral", "mixtral"}) | _BIASED | _NORMED
 """Families whose tensors follow from the type: a tensor too many on the trainer's side would get lost unnoticed."""
 
@@ -154,3 +156,21 @@ def _different_parts(config: Mapping[str, Any], trainer: TrainerFacts) -> list[s
             one, other = ("trainer", "Hugging Face model") if has else ("Hugging Face model", "trainer")
             found.append(f"{what}: the {one} has them, the {other} has not")
     return found
+
+
+def surplus(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Return a fault for each kind of tensor that the trainer has and the Hugging Face model has not.
+
+    Nobody would ask for it: engines would compute without it, unnoticed. Biases of q, k and v are a matter of
+    `differences`; of families that are not known nothing is known.
+    """
+    kind = str(config.get("model_type") or "")
+    if kind not in _KNOWN:
+        return []
+    known = {"q_proj", "k_proj", "v_proj"}
+    if config.get("attention_bias") and kind in _BIASED_OUTPUT:
+        known.add("o_proj")
+    if config.get("mlp_bias") and kind == "llama":
+        known |= {"gate_proj", "up_proj", "down_proj"}
+    biases = (name.split(".")[-2] for name in names if name.endswith(".bias"))
+    return [f"bias of {module}: the trainer has it, the {kind} model has not" for module in sorted({*biases} - known)]

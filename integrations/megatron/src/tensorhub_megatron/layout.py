@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tensorhub_core.errors import RegistrationError
 from tensorhub_core.layout.types import Box
 from tensorhub_megatron import compat
-from tensorhub_megatron.hf_config import REARRANGING, differences, read_hf_config, rearranged, value_of
+from tensorhub_megatron.hf_config import REARRANGING, differences, read_hf_config, rearranged, surplus, value_of
 from tensorhub_megatron.modules import require_no_adapters
 from tensorhub_megatron.names import EMBEDDING, LM_HEAD, OUTPUT_LAYER, ModelDims, boxes_of, parse_key
 
@@ -73,6 +73,7 @@ def describe(
                 continue
             unknown.update(dict.fromkeys(templates))
             _add(found, entry, boxes, compat.is_tied(model))
+    faults += surplus(config, (box.logical for boxes in found.boxes.values() for box in boxes))
     faults += [
         f"{template}: has no known Hugging Face name; give extra_names={{{template!r}: name}}, or None to leave it out"
         for template in unknown

@@ -31,17 +31,24 @@ _DEEPSPEED = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 _PEFT_MODELS = ("PeftModel", "BaseTuner")
 
 
-def named_weights(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def named_weights(module: Any) -> dict[str, torch.nn.Parameter]:
     """Return the parameters by the model's own names, tied ones under each of them.
 
-    Raises RegistrationError for adapters, for what FSDP1, DeepSpeed or Megatron keeps of its parameters, and if two
-    would have one name.
+    Raises RegistrationError for adapters, for what FSDP1, DeepSpeed or Megatron keeps of its parameters, for those that
+    have no shape yet, and if two would have one name.
     """
+    import torch
+
+    if not isinstance(module, torch.nn.Module):
+        kind = type(module).__qualname__
+        raise RegistrationError(f"a {kind} is no torch.nn.Module: give the module whose parameters the optimizer steps")
     require_no_adapters(module)
     found: dict[str, torch.nn.Parameter] = {}
     for name, parameter in _walk(module, ""):
         if hasattr(parameter, "ds_id"):
             raise RegistrationError(f"{name!r} is partitioned by DeepSpeed ZeRO-3, which is not supported")
+        if torch.nn.parameter.is_lazy(parameter):
+            raise RegistrationError(f"{name!r} has no shape before its module's first forward pass: attach after that")
         if getattr(parameter, "tensor_model_parallel", False):
             raise RegistrationError(f"{name!r} is one rank's part of a Megatron model: attach() publishes those")
         if found.setdefault(name, parameter) is not parameter:

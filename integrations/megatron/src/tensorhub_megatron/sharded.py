@@ -21,8 +21,10 @@ def named_shards(module: Any) -> dict[str, torch.nn.Parameter]:
     FSDP2 leaves the root's parameters gathered after a forward pass: they are let go. Raises RegistrationError as
     `named_weights` does.
     """
+    import torch
+
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # without it nothing is sharded
-    for part in module.modules() if fsdp is not None else ():
+    for part in module.modules() if fsdp is not None and isinstance(module, torch.nn.Module) else ():
         if isinstance(part, fsdp.FSDPModule):  # others may have methods of that name, too
             part.reshard()
     return named_weights(module)

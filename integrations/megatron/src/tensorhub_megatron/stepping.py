@@ -46,7 +46,7 @@ def stepping(optimizer: Any) -> Any:
             f"with {type(optimizer).__name__} weights change during the backward pass, when they are published: use an "
             "optimizer that changes them in step() alone, or publish by hand with tensorhub_core.connect()"
         )
-    if not callable(getattr(optimizer, "step", None)):
+    if isinstance(optimizer, type) or not callable(getattr(optimizer, "step", None)):
         raise ConfigError(
             f"a {type(optimizer).__name__} has no step() to follow: give one optimizer, or one object that steps all"
         )
