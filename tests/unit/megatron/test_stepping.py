@@ -287,3 +287,26 @@ def test_whole_numbers_of_any_type_are_taken(model: torch.nn.Module, worker: Rec
     publisher = follow(worker, torch.optim.SGD(model.parameters(), lr=0.1), start_version=start)
     assert type(publisher.version) is int
     assert worker.events == ["publish 7"]
+
+
+def test_weights_that_another_hook_changes_are_published_after_that(
+    model: torch.nn.Module, worker: RecordingWorker
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    publisher = follow(worker, optimizer)
+    for version in (1, 2):  # registered when ours was there already
+        optimizer.register_step_post_hook(lambda *_: model[0].weight.data.clamp_(-0.1, 0.1))
+        backward(model)
+        optimizer.step()
+        assert publisher.version == version
+        require_seen(worker, version)
+
+
+def test_what_is_published_cannot_be_published_as_something_else(
+    model: torch.nn.Module, worker: RecordingWorker
+) -> None:
+    publisher = follow(worker, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(StateError, match=r"version 0 is published: call unpublish\(\) before the weights change"):
+        publisher.publish(changed=True)
+    assert publisher.version == 0
+    assert worker.events == ["publish 0"]

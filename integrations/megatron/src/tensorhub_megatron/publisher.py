@@ -66,10 +66,16 @@ class Publisher:
         """Publish the weights again after `unpublish()`, wherever they lie now; `changed`: as the next version.
 
         Between the first and the last of `every` steps nothing is published: weights are in between versions then.
-        Raises StateError after `close()`, and without `changed` if the last step did not end.
+        Raises StateError after `close()`, with `changed` if the weights are published, and without it if the last step
+        did not end.
         """
         if self._is_closed:
             raise StateError("this publisher is closed: attach again to publish more")
+        if changed and self._publication.is_offered:
+            raise StateError(
+                f"version {self.version} is published: call unpublish() before the weights change, and "
+                "publish(changed=True) after"
+            )
         if changed:
             self._publication.publish_next()
         else:

@@ -92,6 +92,9 @@ def _hook(optimizer: Any, follower: Follower) -> Callable[[], None]:
         begun[:] = _running(begun)
         if not begun:
             follower.before_step()
+            optimizer._optimizer_step_post_hooks.move_to_end(
+                last.id
+            )  # after those that change weights, such as a clamp
         begun.append(sys._getframe(1))
 
     def after(*_: Any) -> None:
