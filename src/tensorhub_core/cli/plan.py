@@ -28,6 +28,9 @@ from tensorhub_core.layout.summary import PlanSummary, reads_of, summarize
 from tensorhub_core.layout.types import Layout
 from tensorhub_core.settings import load_settings
 
+MAX_TOLD = 100
+"""Differences of a shard that are printed for people."""
+
 
 @dataclass(frozen=True, slots=True)
 class Planned:
@@ -176,14 +179,17 @@ def render(planned: Sequence[Planned]) -> RenderableType:
 
 
 def tell_differences(planned: Sequence[Planned]) -> None:
-    """Print on stderr why shards cannot be filled, all of it."""
+    """Print on stderr why shards cannot be filled: of each, as much as people read."""
     differing = [each for each in planned if each.summary is None]
     if differing:
         count = sum(len(each.differences) for each in differing)
         click.echo(f"Error: the layouts do not fit: {count} difference{'s' * (count != 1)}", err=True)
     for each in differing:
-        for line in each.differences:
-            click.echo(f"- shard {each.layout.shard} of {each.layout.num_shards}: {printable(line)}", err=True)
+        shard = f"shard {each.layout.shard} of {each.layout.num_shards}"
+        for line in each.differences[:MAX_TOLD]:
+            click.echo(f"- {shard}: {printable(line)}", err=True)
+        if len(each.differences) > MAX_TOLD:
+            click.echo(f"- {shard}: ... and {len(each.differences) - MAX_TOLD:,} more: --json lists all", err=True)
 
 
 def _share(part: int, whole: int) -> str:

@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from tensorhub_core.cli.layouts import LiveName, find_layouts, live_name, load_layout, save_layouts
 from tensorhub_core.cli.main import tensorhub
+from tensorhub_core.cli.plan import MAX_TOLD
 from tensorhub_core.errors import LayoutMismatch
 from tensorhub_core.layout.canonical import digest_of, encode_layout
 from tensorhub_core.layout.types import Layout
@@ -159,6 +160,19 @@ def test_all_differences_are_listed(run: Run, tmp_path: Path) -> None:
     found = json.loads(as_json.output)
     assert found["fits"] is False
     assert len(found["shards"][0]["differences"]) == 4
+
+
+def test_thousands_of_differences_are_no_flood(run: Run, tmp_path: Path) -> None:
+    for dtype in ("bfloat16", "float32"):
+        specs = [spec(f"layers.{number}", 4, dtype=dtype) for number in range(3 * MAX_TOLD)]
+        save_layouts([layout(*specs)], tmp_path / f"{dtype}.layout")
+    arguments = ("plan", "--from", "float32.layout", "--to", "bfloat16.layout")
+    lines = run(*arguments).output.splitlines()
+    assert lines[0] == f"Error: the layouts do not fit: {3 * MAX_TOLD} differences"
+    assert len(lines) == MAX_TOLD + 2
+    assert lines[-1] == f"- shard 0 of 1: ... and {2 * MAX_TOLD} more: --json lists all"
+    (found,) = json.loads(run(*arguments, "--json").output)["shards"]
+    assert len(found["differences"]) == 3 * MAX_TOLD
 
 
 def test_one_shard_that_does_not_fit_does_not_hide_the_other(run: Run, tmp_path: Path) -> None:
