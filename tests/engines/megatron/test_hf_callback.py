@@ -156,6 +156,26 @@ def test_a_step_that_a_loss_scaler_skipped_makes_no_version(address: str) -> Non
     publishing.close()
 
 
+@pytest.mark.timeout(60)
+def test_a_step_that_a_fused_optimizer_skipped_inside_makes_no_version(address: str) -> None:
+    model = torch.nn.Linear(4, 2)
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), torch.amp.GradScaler("cpu")
+    publishing = TensorHubTrainerCallback(address, model="m", settings={"handover_s": 0})
+    args, state, control = SimpleNamespace(load_best_model_at_end=False), SimpleNamespace(global_step=0), object()
+    how = {"model": model, "optimizer": optimizer}
+    publishing.on_train_begin(args, state, control, **how)
+    for factor, version in ((1.0, 1), (float("inf"), 1), (1.0, 2)):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 4)).sum() * factor).backward()
+        publishing.on_pre_optimizer_step(args, state, control, **how)
+        scaler.step(optimizer)
+        scaler.update()
+        publishing.on_step_end(args, state, control, **how)
+        assert publishing.version == version
+    publishing.on_train_end(args, state, control, **how)
+    assert not optimizer._optimizer_step_post_hooks
+
+
 def test_it_takes_what_attaching_takes() -> None:
     found, sibling = (inspect.signature(kind).parameters for kind in (TensorHubTrainerCallback, attach_fsdp))
     assert found.keys() == sibling.keys() - {"module", "optimizer", "group"}  # all ranks of a `Trainer` train

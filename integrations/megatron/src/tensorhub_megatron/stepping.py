@@ -39,7 +39,7 @@ def stepping(optimizer: Any) -> Any:
 
     Raises StateError if it is attached already, ConfigError if weights change outside of its `step`.
     """
-    while type(optimizer).__name__ == "AcceleratedOptimizer":
+    while any(kind.__name__ == "AcceleratedOptimizer" for kind in type(optimizer).__mro__):
         optimizer = optimizer.optimizer
     if _steps_in_backward(optimizer):
         raise ConfigError(
