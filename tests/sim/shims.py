@@ -1,4 +1,4 @@
-"""Stand-ins for `threading`, `queue`, `time` and futures, over fibers; put into the client's modules for one run."""
+"""Stand-ins for `threading`, `queue` and `time`, over fibers; put into the client's modules for one run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from types import SimpleNamespace
 from typing import Any
@@ -102,20 +101,66 @@ class Lock:
         self.release()
 
 
-class Condition:
-    """`threading.Condition`: nobody is preempted while holding it, so holding it takes nothing."""
+class RLock(Lock):
+    """`threading.RLock`."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self._waiters = Waiters(timeline)
+        super().__init__(timeline)
+        self._owner: Fiber | None = None
+        self._depth = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        fiber = self._timeline.current
+        if fiber is None or fiber is not self._owner:
+            if not super().acquire(blocking, timeout):
+                return False
+            self._owner = fiber
+        self._depth += 1
+        return True
+
+    def release(self) -> None:
+        self._depth -= 1
+        if self._depth <= 0:
+            self._owner, self._depth = None, 0
+            super().release()
+
+    def give_up(self) -> int:
+        """Let others have it, however often it was taken; return how often."""
+        depth, self._depth = self._depth, 1
+        self.release()
+        return depth
+
+    def take_back(self, depth: int) -> None:
+        self.acquire()
+        self._depth = depth
+
+
+class Condition:
+    """`threading.Condition`: nobody is preempted while holding one without a lock, so that it takes nothing."""
+
+    def __init__(self, timeline: Timeline, lock: RLock | None = None) -> None:
+        self._waiters, self._lock = Waiters(timeline), lock
 
     def __enter__(self) -> None: ...
     def __exit__(self, *_: object) -> None: ...
 
     def wait(self, timeout: float | None = None) -> bool:
-        return self._waiters.wait(timeout)
+        with self._released():
+            return self._waiters.wait(timeout)
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        return self._waiters.wait_for(predicate, timeout)
+        with self._released():
+            return self._waiters.wait_for(predicate, timeout)
+
+    @contextlib.contextmanager
+    def _released(self) -> Iterator[None]:
+        lock = self._lock
+        depth = 0 if lock is None else lock.give_up()
+        try:
+            yield
+        finally:
+            if lock is not None:
+                lock.take_back(depth)
 
     def notify_all(self) -> None:
         self._waiters.wake(1 << 30)
@@ -202,7 +247,7 @@ class Queue:
 
 
 class Promise:
-    """`concurrent.futures.Future`."""
+    """What one thread awaits of another."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._waiters, self._done = Waiters(timeline), False
@@ -258,7 +303,7 @@ def stand_ins(timeline: Timeline) -> dict[object, object]:
         return lambda *args, **more: kind(timeline, *args, **more)
 
     threads = SimpleNamespace(
-        **{"Lock": bound(Lock), "RLock": bound(Lock), "Condition": bound(Condition), "Event": bound(Event)},
+        **{"Lock": bound(Lock), "RLock": bound(RLock), "Condition": bound(Condition), "Event": bound(Event)},
         **{"Thread": bound(Thread), "current_thread": current, "get_ident": lambda: id(timeline.current)},
     )
     queues = SimpleNamespace(Queue=bound(Queue), SimpleQueue=bound(Queue), Empty=queue.Empty, Full=queue.Full)
@@ -266,21 +311,7 @@ def stand_ins(timeline: Timeline) -> dict[object, object]:
         threading: threads,
         queue: queues,
         time: SimpleNamespace(monotonic=now, time=now, perf_counter=now, sleep=sleep),
-        Future: _Generic(bound(Promise)),
     }
-
-
-class _Generic:
-    """A class that is only called, or subscripted in annotations."""
-
-    def __init__(self, make: Callable[..., Any]) -> None:
-        self._make = make
-
-    def __call__(self) -> Any:
-        return self._make()
-
-    def __getitem__(self, _: object) -> _Generic:
-        return self
 
 
 @contextlib.contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 
+from tensorhub_core.client.awaiting import Awaited
 from tensorhub_core.client.identity import checked
 from tensorhub_core.errors import TensorHubError
 from tensorhub_core.state.messages import Reply, Request, Unpublish
@@ -26,14 +26,14 @@ class Drain:
         self._submit = submit
         self._withdrawn = withdrawn
         self._lock = threading.Lock()
-        self._running: Future[Reply] | None = None
+        self._running: Awaited[Reply] | None = None
 
-    def begin(self) -> tuple[Future[Reply], bool]:
+    def begin(self) -> tuple[Awaited[Reply], bool]:
         """Return the end of the withdrawal, begun now unless one is under way, and whether it was begun now."""
         with self._lock:
             if self._running is not None:
                 return self._running, False
-            future: Future[Reply] = Future()
+            future: Awaited[Reply] = Awaited()
             self._running = future
         try:
             self._submit(self._request, lambda reply: self._ended(future, reply))
@@ -43,13 +43,13 @@ class Drain:
             raise
         return future, True
 
-    def _ended(self, future: Future[Reply], reply: Reply) -> None:
+    def _ended(self, future: Awaited[Reply], reply: Reply) -> None:
         if error_of(reply) is None:
             self._withdrawn(lambda: self._tell(future, reply))
         else:
             self._tell(future, reply)
 
-    def _tell(self, future: Future[Reply], reply: Reply) -> None:
+    def _tell(self, future: Awaited[Reply], reply: Reply) -> None:
         with self._lock:
             self._running = None
         future.set_result(reply)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -85,7 +86,7 @@ class LocalCopy:
         self._error: BaseException | None = None
         self._copied_bytes = 0
         self._counting = threading.Lock()
-        self._ended = threading.Event()
+        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._outcome: ReadOutcome | None = None
         start_thread(threading.Thread(target=self._lead, name="tensorhub-install", daemon=True))
 
@@ -104,9 +105,10 @@ class LocalCopy:
 
     def wait(self, timeout_s: float) -> ReadOutcome | None:
         """Return the outcome, or None if the copy still runs after `timeout_s`; raises what broke it."""
-        if not self._ended.wait(timeout_s):
-            return None
-        if self._error is not None:
+        if self._outcome is None:
+            with contextlib.suppress(queue.Empty):
+                self._ended.get(timeout=timeout_s)
+        if self._outcome is not None and self._error is not None:
             raise self._error
         return self._outcome
 
@@ -125,7 +127,7 @@ class LocalCopy:
             self._observer.on_progress(0, self._copies.total_bytes, self._copies.total_bytes, "")
         end = ReadEnd.VERIFIED if complete else ReadEnd.CANCELLED
         self._outcome = ReadOutcome(end, np.zeros(0, np.bool_), self._copies.total_bytes if complete else 0)
-        self._ended.set()
+        self._ended.put(None)
 
     def _copy(self, leads: bool = False) -> None:
         """Copy until nothing is left; the thread that leads also fills devices and reports."""

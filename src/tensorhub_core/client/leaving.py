@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
 from dataclasses import dataclass
 
+from tensorhub_core.client.awaiting import Awaited
 from tensorhub_core.client.holding import Holding
 from tensorhub_core.client.identity import Identity, checked
 from tensorhub_core.client.resources import Resources
@@ -62,7 +62,7 @@ class Leaving:
         versions = sorted(self._versions())
         if not versions:
             return
-        session, future = self.resources.session, Future[Reply]()
+        session, future = self.resources.session, Awaited[Reply]()
         numbers = ", ".join(str(key[1]) for key in versions)
         mine = self.identity
         who = "the last reliable holder" if mine.num_shards == 1 else f"shard {mine.shard} of the last reliable holder"

@@ -17,7 +17,8 @@ class Mailbox:
 
     def __init__(self, counters: WorkerCounters) -> None:
         self.counters = counters
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()  # entered in one step: no interruption leaves it held
+        self._changed = threading.Condition(self._lock)
         self._driver: RoundDriver | None = None
         self._welcome: tuple[Welcome, int] | None = None
         self.over: TensorHubError | None = None
@@ -39,7 +40,7 @@ class Mailbox:
         with self._lock:
             self.counters.reconnects += 1
             self._welcome = (welcome, life)
-            self._lock.notify_all()
+            self._changed.notify_all()
             if self._driver is not None:
                 self._driver.on_reopened(welcome, life)
 
@@ -64,7 +65,7 @@ class Mailbox:
     def wait_for_welcome(self, life: int, timeout_s: float) -> None:
         """Wait until a welcome after that of `life` has come, or the session is over, or the time."""
         with self._lock:
-            self._lock.wait_for(lambda: self.over is not None or self.newest()[1] != life, timeout_s)
+            self._changed.wait_for(lambda: self.over is not None or self.newest()[1] != life, timeout_s)
 
     def attach(self, driver: RoundDriver) -> None:
         """Pass everything on to a round from now on, also what it has just missed."""

@@ -6,11 +6,11 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from tensorhub_core.client.awaiting import Awaited
 from tensorhub_core.client.connect import open_session
 from tensorhub_core.client.identity import Identity, checked
 from tensorhub_core.client.mailbox import Mailbox
@@ -84,7 +84,7 @@ class Observer:
 
     def wait(self, newer_than: VersionKey | None = None, timeout_s: float | None = None) -> Version:
         """Block until a whole version newer than `newer_than` (None = any) is available; raises DeadlineExceeded."""
-        future: Future[Reply] = Future()
+        future: Awaited[Reply] = Awaited()
         withdraw = self.submit_wait(newer_than, future.set_result)
         try:
             reply = checked(self._session.result(future, self._deadline(timeout_s), "wait()"))

@@ -78,7 +78,8 @@ class Offloads:
         self, session: Session, make_transport: Callable[[], Transport], find: Find, policy: OffloadPolicy
     ) -> None:
         self._session, self._make_transport, self._find, self._policy = session, make_transport, find, policy
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered in one step: no interruption leaves it held
+        self._changed = threading.Condition(self._lock)
         self._entries: list[_Entry] = []
         self._to_make: deque[_Entry] = deque()
         self._to_free: deque[_Entry] = deque()
@@ -107,7 +108,7 @@ class Offloads:
 
     def stock(self, placement: bytes) -> Stock | None:
         """Return the copy that lies at the placement of this digest, None if there is none."""
-        with self._changed:
+        with self._lock:
             for entry in self._entries:
                 memory, layout, sums = entry.memory, entry.layout, entry.sums
                 offered = entry.whole and not entry.dropped and memory is not None
@@ -118,13 +119,13 @@ class Offloads:
     def on_push(self, message: Offload | DropOffload) -> None:
         """Hear what is to be kept or freed; never blocks."""
         if isinstance(message, DropOffload):
-            with self._changed:
+            with self._lock:
                 for entry in [entry for entry in self._entries if _means(message, entry)]:
                     self._drop(entry)
             return self._wake()
         key = (message.epoch, message.number)
         original = self._find(key)
-        with self._changed:
+        with self._lock:
             if self._refusing or self._closed:
                 return self._fail(message.copy, StateError("the worker is leaving: what it keeps would go with it"))
             entry = self._entry_for(key, original)
@@ -137,7 +138,7 @@ class Offloads:
 
         At once, or on the thread that reads it; never blocks.
         """
-        with self._changed:
+        with self._lock:
             for entry in [entry for entry in self._entries if not entry.whole]:
                 self._drop(entry)
             reading = self._reading
@@ -149,7 +150,7 @@ class Offloads:
 
     def refuse(self) -> None:
         """Make no copies any more: the worker leaves, and what it would keep would go with it."""
-        with self._changed:
+        with self._lock:
             self._refusing = True
             for entry in [entry for entry in self._entries if not entry.whole]:
                 self._drop(entry)
@@ -157,7 +158,7 @@ class Offloads:
 
     def close(self) -> None:
         """Cut the readers off and free everything; joins the thread within a bounded time. Idempotent, never raises."""
-        with self._changed:
+        with self._lock:
             self._refusing = self._closed = True
             thread = self._thread
             for entry in list(self._entries):
@@ -203,7 +204,7 @@ class Offloads:
 
     def _wake(self) -> None:
         """See to it that the thread runs and looks at what there is to do."""
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
             if self._thread is not None or self._closed or not (self._to_free or self._to_make):
                 return
@@ -221,7 +222,7 @@ class Offloads:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 free = self._to_free.popleft() if self._to_free else None
                 make = self._to_make.popleft() if free is None and self._to_make else None
                 if free is None and make is None:
@@ -244,7 +245,7 @@ class Offloads:
                 get_logger("client").exception("an offload copy failed")
             code = error.code if isinstance(error, TensorHubError) else StateError.code
             self._fail(entry.asked, error_from_wire(code, text))
-            with self._changed:
+            with self._lock:
                 self._drop(entry)
 
     def _fill(self, entry: _Entry) -> bool:
@@ -272,19 +273,19 @@ class Offloads:
 
     def _read(self, entry: _Entry, original: Original, memory: OffloadMemory) -> bool:
         """Copy the bytes; return False if the entry was dropped meanwhile. Who waits to write them hears of the end."""
-        with self._changed:
+        with self._lock:
             if entry.dropped:
                 return False
             self._reading = True
         try:
             if not memory.fill(original, lambda: entry.dropped, check=self._policy.check or not original.trusted):
                 return False
-            with self._changed:
+            with self._lock:
                 entry.whole, entry.original = not entry.dropped, None
                 self._tell_hellos()  # before it is offered: a server that has taken it knows it, whatever we hear
                 return entry.whole
         finally:
-            with self._changed:
+            with self._lock:
                 self._reading, waiting, self._when_unread = False, self._when_unread, []
             for done in waiting:
                 done()
@@ -298,7 +299,7 @@ class Offloads:
         end_s = time.monotonic() + _NOTED_S
         while entry.original is None and not entry.dropped:
             original = self._find(entry.key)
-            with self._changed:
+            with self._lock:
                 if original is not None:
                     _take(entry, original)
                 elif time.monotonic() >= end_s:
@@ -311,7 +312,7 @@ class Offloads:
         """Wait until the limit allows the copy; other copies that are about to go may have to go first."""
         end_s, limit_bytes = time.monotonic() + self._policy.patience_s, self._policy.limit_bytes
         while not entry.dropped and limit_bytes is not None and entry.total_bytes > limit_bytes - self.held_bytes():
-            with self._changed:
+            with self._lock:
                 free = self._to_free.popleft() if self._to_free else None
                 if free is None:
                     left_s, others_bytes = end_s - time.monotonic(), self.held_bytes()
@@ -339,7 +340,7 @@ class Offloads:
 
     def _answered(self, entry: _Entry, asked: str, reply: Reply) -> None:
         """Take the server's word on an offered copy; on the session's thread."""
-        with self._changed:
+        with self._lock:
             if isinstance(reply, OffloadKept) and not entry.dropped:
                 self.made += int(not entry.id)
                 entry.id = reply.copy
@@ -363,7 +364,7 @@ class Offloads:
             get_logger("client").exception("an offload copy cannot be freed: peers may still read it")
             self._not_to_be_freed.append(entry.memory)
         entry.original = entry.memory = None
-        with self._changed:
+        with self._lock:
             if entry in self._entries:
                 self._entries.remove(entry)
             self._changed.notify_all()

@@ -71,7 +71,8 @@ class Passage:
                 f"a piece of the version takes {size:,} bytes of host memory, which there are not"
             ) from None
         self.memory = PassingMemory(whole, self._arena)
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered in one step: no interruption leaves it held
+        self._changed = threading.Condition(self._lock)
         self._rooms: dict[int, tuple[int, int]] = {}
         """(begin, end) of the rooms that are taken, by ticket."""
         self._tickets = 0
@@ -140,7 +141,7 @@ class Passage:
 
     def take_room(self, timeout_s: float = 0.0) -> bool:
         """Take room for the portion that is read now, if there is any within `timeout_s`; again is no matter."""
-        with self._changed:
+        with self._lock:
             if self._at >= len(self.portions) or self._ticket in self._rooms:
                 return True
             room = self._changed.wait_for(self._free_room, timeout_s)
@@ -156,14 +157,14 @@ class Passage:
         if self._at >= len(self.portions):
             return
         self._sums.append(segment_sums(self.table, self.addresses, self.layout.checksum))
-        with self._changed:
+        with self._lock:
             self._ready.append(_Passed(self.portion, self._ticket))
             self._at, self._ticket = self._at + 1, 0
             self._changed.notify_all()
 
     def start_over(self) -> None:
         """Begin again with the first portion; whoever uses them hears of it at the next one."""
-        with self._changed:
+        with self._lock:
             for passed in self._ready:
                 self._rooms.pop(passed.ticket)
             self._ready.clear()
@@ -174,14 +175,14 @@ class Passage:
 
     def on_given_up(self, tell: Callable[[BaseException], None]) -> None:
         """Have `tell(error)` called, on the using thread, when that gives up."""
-        with self._changed:
+        with self._lock:
             self._tell, given_up = tell, self._given_up
         if given_up is not None:
             tell(given_up)
 
     def ended(self, end: StagedVersion | BaseException) -> None:
         """Note the end of the round: the version, all of which has passed or is held already, or what broke it."""
-        with self._changed:
+        with self._lock:
             self._end = end
             self._changed.notify_all()
 
@@ -205,7 +206,7 @@ class Passage:
 
     def wait_begun(self, timeout_s: float) -> bool:
         """Wait for the first portion; False: the version is held already. Raises what broke the round before."""
-        with self._changed:
+        with self._lock:
             self._wait(lambda: bool(self._ready) or self._end is not None, timeout_s)
             if isinstance(self._end, BaseException):
                 raise self._end
@@ -222,7 +223,7 @@ class Passage:
             try:
                 yield from passed.portion.tensors(self._room(passed.ticket))
             finally:
-                with self._changed:
+                with self._lock:
                     self._rooms.pop(passed.ticket, None)
                     self._changed.notify_all()
 
@@ -232,13 +233,13 @@ class Passage:
 
     def wait_end(self, life: int, timeout_s: float) -> StagedVersion:
         """Wait for the end of the round and return the version; raises StartOver or what broke the round."""
-        with self._changed:
+        with self._lock:
             self._wait(lambda: self._end is not None or self._life != life, timeout_s)
             return self._checked(life)
 
     def give_up(self, error: BaseException) -> None:
         """Break the round, unless it has ended: what was handed over cannot be used."""
-        with self._changed:
+        with self._lock:
             if self._end is not None or self._given_up is not None:
                 return
             self._given_up, tell = error, self._tell
@@ -246,7 +247,7 @@ class Passage:
             tell(error)
 
     def _next(self, life: int, timeout_s: float) -> _Passed:
-        with self._changed:
+        with self._lock:
             self._wait(lambda: bool(self._ready) or self._life != life or self._end is not None, timeout_s)
             if self._life != life or not self._ready or isinstance(self._end, BaseException):
                 self._checked(life)

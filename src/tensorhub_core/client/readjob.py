@@ -37,8 +37,10 @@ class ReadJob:
         self.schedule = schedule
         self.checker = checker
         self.cancelled = False
-        self.changed = threading.Condition()
-        """Notified whenever an order or a result comes in; guards everything below."""
+        self._lock = threading.RLock()
+        """Guards everything below. It is entered in one step: no interruption leaves it held, as a condition is."""
+        self.changed = threading.Condition(self._lock)
+        """Notified whenever an order or a result comes in."""
         self._leaves = 0
         self._allowed = [source.prefix for source in sources]
         self._lost: dict[int, tuple[str, str]] = {}
@@ -48,7 +50,7 @@ class ReadJob:
 
     def advance(self, lease: str, prefix: int) -> None:
         """Allow reading up to `prefix` segments of the source; never takes leave back."""
-        with self.changed:
+        with self._lock:
             for number, source in enumerate(self.sources):
                 if source.lease == lease:
                     self._allowed[number] = max(self._allowed[number], prefix)
@@ -57,7 +59,7 @@ class ReadJob:
 
     def know(self, lease: str, first: int, sums: NDArray[np.uint64]) -> None:
         """Hear the checksums of some cuts of the source."""
-        with self.changed:
+        with self._lock:
             for number, source in enumerate(self.sources):
                 if source.lease == lease and first >= 0:
                     self.checker.know(number, first, sums)
@@ -66,7 +68,7 @@ class ReadJob:
 
     def fail(self, lease: str, reason: str, kind: str = "lost") -> None:
         """Stop reading a source that the server says is lost, or too slow."""
-        with self.changed:
+        with self._lock:
             for number, source in enumerate(self.sources):
                 if source.lease == lease:
                     self._lost.setdefault(number, (kind, reason))
@@ -74,7 +76,7 @@ class ReadJob:
 
     def cancel(self) -> None:
         """Stop the job as soon as possible."""
-        with self.changed:
+        with self._lock:
             self.cancelled = True
             self.changed.notify_all()
 
@@ -84,7 +86,7 @@ class ReadJob:
         Raises what broke the job if that was neither a source nor the worker: the destination is then no safer than
         the error says.
         """
-        with self.changed:
+        with self._lock:
             self.changed.wait_for(lambda: self._outcome is not None or self._error is not None, timeout_s)
             if self._error is not None:
                 raise self._error
@@ -94,13 +96,13 @@ class ReadJob:
 
     def allowed(self, source: int) -> int:
         """Return how many segments of a source may be read now."""
-        with self.changed:
+        with self._lock:
             return self._allowed[source]
 
     @property
     def leaves(self) -> int:
         """Return how often leave to read more has come in."""
-        with self.changed:
+        with self._lock:
             return self._leaves
 
     def readable(self, source: int, begin: int, end: int) -> tuple[int, int]:
@@ -108,7 +110,7 @@ class ReadJob:
 
         The source has them, and their checksums are known as far as they are to be compared. Empty if there are none.
         """
-        with self.changed:
+        with self._lock:
             allowed = self._allowed[source]
             waits = allowed < len(self.sources[source].sums)
             while begin < end:
@@ -125,29 +127,29 @@ class ReadJob:
 
     def lost(self) -> tuple[int, str, str] | None:
         """Return a source that `fail` named, the kind of its failure, and why."""
-        with self.changed:
+        with self._lock:
             return next(((source, *why) for source, why in self._lost.items()), None)
 
     def deliver(self, checked: Checked) -> None:
         """Hand over what the verifier found."""
-        with self.changed:
+        with self._lock:
             self._checked.append(checked)
             self.changed.notify_all()
 
     def take_checked(self) -> list[Checked]:
         """Return what the verifier has found since the last call."""
-        with self.changed:
+        with self._lock:
             checked, self._checked = self._checked, []
             return checked
 
     def idle(self, timeout_s: float, leaves: int) -> None:
         """Wait for an order, a result or more leave than `leaves`, but no longer than `timeout_s`."""
-        with self.changed:
+        with self._lock:
             if not self._checked and not self.cancelled and not self._lost and self._leaves == leaves:
                 self.changed.wait(timeout_s)
 
     def finish(self, outcome: ReadOutcome | None, error: Exception | None = None) -> None:
         """Deliver the end."""
-        with self.changed:
+        with self._lock:
             self._outcome, self._error = outcome, error
             self.changed.notify_all()

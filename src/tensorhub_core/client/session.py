@@ -14,9 +14,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
+from tensorhub_core.client.awaiting import Awaited
 from tensorhub_core.client.identity import Identity, Listener, Standing, checked, hello_of, same_error
 from tensorhub_core.client.link import Link, LinkEvent
 from tensorhub_core.client.pending import OpenRequest, Pending
@@ -94,7 +94,7 @@ class Session:
         self._commands: deque[tuple[int, OpenRequest | None]] = deque()
         self._lock = threading.RLock()  # a signal handler may call what it has interrupted
         self._over: TensorHubError | None = None
-        self._welcome: Future[Welcome] = Future()
+        self._welcome: Awaited[Welcome] = Awaited()
         self._hello: int | None = None
         self._greeted = False
         self._hello_due_s = self._heartbeat_due_s = 0.0
@@ -144,7 +144,7 @@ class Session:
         Raises the error that the server refuses with; when the deadline passes, ServerUnreachable if the server has
         not been heard for a while, else DeadlineExceeded.
         """
-        future: Future[Reply] = Future()
+        future: Awaited[Reply] = Awaited()
         number = self.submit(message, future.set_result)
         try:
             return checked(self.result(future, deadline, type(message).__name__))
@@ -152,7 +152,7 @@ class Session:
             self.forget(number)
             raise
 
-    def result(self, future: Future[Reply], deadline: Deadline, what: str) -> Reply:
+    def result(self, future: Awaited[Reply], deadline: Deadline, what: str) -> Reply:
         """Wait for a reply that a `submit` will put into `future`; raises like `request` when the deadline passes."""
         left_s = None if deadline.at_s is None else max(0.0, deadline.at_s - time.monotonic())
         try:

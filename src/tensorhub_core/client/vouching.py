@@ -70,7 +70,7 @@ class Voucher:
     def __init__(self, session: Session, find: Find, devices: DeviceMemory | None = None) -> None:
         self._session, self._find = session, find
         self._devices = TorchMemory() if devices is None else devices
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered in one step: no interruption leaves it held
         self._asked: deque[_Question] = deque()
         self._ahead: deque[_Question] = deque()
         self._waiting_bytes = 0
@@ -90,7 +90,7 @@ class Voucher:
         question = _Question(
             message.ticket, self._session.hellos, message.placement, message.sums, message.cuts, (message.sums, digest)
         )
-        with self._changed:
+        with self._lock:
             known = self._answers.get(question.key)
             if known is None and not self._queue(question):
                 return self._refuse(question, "wait", "too much is asked at the moment")
@@ -101,7 +101,7 @@ class Voucher:
 
     def look_ahead(self, stock: Stock) -> None:
         """Compute of a version that was just published, in the background, what was asked for of the ones before."""
-        with self._changed:
+        with self._lock:
             self._ahead.clear()
             for digest, lately in list(self._lately.items()):
                 if lately.layout != stock.layout:
@@ -120,7 +120,7 @@ class Voucher:
 
         At once, or on the thread that reads, after the segments that it reads at the moment; never blocks.
         """
-        with self._changed:
+        with self._lock:
             self._ahead.clear()
             reading = self._reading
             self._halt = reading
@@ -131,7 +131,7 @@ class Voucher:
 
     def close(self) -> None:
         """Answer nothing any more; joins the thread within a bounded time. Idempotent, never raises."""
-        with self._changed:
+        with self._lock:
             self._closed = self._halt = True
             self._asked.clear()
             self._ahead.clear()
@@ -200,7 +200,7 @@ class Voucher:
 
     def _wake(self) -> None:
         """See to it that the thread runs."""
-        with self._changed:
+        with self._lock:
             if self._thread is not None or self._closed or not (self._asked or self._ahead):
                 return
             thread = threading.Thread(target=self._run, name="tensorhub-vouch", daemon=True)
@@ -217,7 +217,7 @@ class Voucher:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 questions = self._next()
                 if not questions:
                     self._thread = None
@@ -226,7 +226,7 @@ class Voucher:
             try:
                 self._answer(questions)
             finally:
-                with self._changed:
+                with self._lock:
                     self._reading, waiting, self._when_unread = False, self._when_unread, []
                 for done in waiting:
                     done()
@@ -245,7 +245,7 @@ class Voucher:
             if _range(question) == segments and (question.key in kinds or len(kinds) < _MOST_TOGETHER):
                 kinds.setdefault(question.key, _cuts(question))
         together = [question for question in ready if question.key in kinds]
-        with self._changed:
+        with self._lock:
             self._put_back([question for question in ready if question.key not in kinds])
         try:
             found = sum_cuts(stock, list(kinds.values()), self._stops, self._devices)
@@ -261,7 +261,7 @@ class Voucher:
         if found is None:
             return self._refuse_all(together, "wait", "the version is being withdrawn")
         answers = dict(zip(kinds, map(pack_sums, found), strict=True))
-        with self._changed:
+        with self._lock:
             self.computed += len(answers)
             for question in together:
                 self._remember(question, stock.layout, answers[question.key])
@@ -270,7 +270,7 @@ class Voucher:
 
     def _prepare(self, question: _Question, stock: Stock) -> bool:
         """Decode a question's cuts; answers it if it is known by now or makes no sense, and then returns False."""
-        with self._changed:
+        with self._lock:
             known = self._answers.get(question.key)
             if question.ticket:
                 self._note_asked(question.key[1])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from concurrent.futures import Future
 
+from tensorhub_core.client.awaiting import Awaited
 from tensorhub_core.client.identity import checked
 from tensorhub_core.client.session import Session
 from tensorhub_core.client.versions import Version
@@ -16,7 +16,7 @@ from tensorhub_core.state.messages import Available, Cancel, Reply, Wait
 
 def wait_for(session: Session, newer_than: VersionKey | None, deadline: Deadline) -> Version:
     """Block until a whole version newer than `newer_than` (None = any) is available; raises DeadlineExceeded."""
-    future: Future[Reply] = Future()
+    future: Awaited[Reply] = Awaited()
     number = session.submit(Wait(newer_than), future.set_result)
     try:
         reply = checked(session.result(future, deadline, "wait()"))

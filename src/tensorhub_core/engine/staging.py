@@ -140,7 +140,8 @@ class Fetch:
         """Begin: `fetch(self)` returns what then waits, or raises; it may `ask` the engine's thread something."""
         self.source: str | None = None
         self._fetch, self._patience_s = fetch, patience_s
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered in one step: no interruption leaves it held
+        self._changed = threading.Condition(self._lock)
         self._question: Callable[[], None] | None = None
         self._answers: list[Exception | None] = []
         self._found: Waiting | None = None
@@ -153,7 +154,7 @@ class Fetch:
 
         Never waits long while a question is there.
         """
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._over or self._question is not None, timeout_s)
             question, self._question = self._question, None
         if question is not None:
@@ -162,14 +163,14 @@ class Fetch:
                 question()
             except Exception as error:
                 answer = error
-            with self._changed:
+            with self._lock:
                 self._answers.append(answer)
                 self._changed.notify_all()
         return self._over
 
     def ask(self, question: Callable[[], None]) -> None:
         """Have the engine's thread run `question`, at its next look at this; raises what it raised. Fetching thread."""
-        with self._changed:
+        with self._lock:
             self._question = question
             self._changed.notify_all()
             if not self._changed.wait_for(lambda: self._answers or self._dropped, self._patience_s) or self._dropped:
@@ -189,7 +190,7 @@ class Fetch:
 
     def drop(self) -> None:
         """Give the memory back, at once or as soon as the fetch has ended."""
-        with self._changed:
+        with self._lock:
             self._dropped = True
             found, self._found = self._found, None
             self._changed.notify_all()
@@ -205,7 +206,7 @@ class Fetch:
             found = self._fetch(self)
         except Exception as error:
             self._error = error
-        with self._changed:
+        with self._lock:
             if not self._dropped:
                 self._found, found = found, None
             self._over = True

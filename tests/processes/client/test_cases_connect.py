@@ -192,7 +192,7 @@ def test_a_child_ends_whatever_its_parents_threads_were_doing_when_it_was_forked
     """Locks that they held then are held for ever in the child, which ends what it has of the workers all the same."""
     worker = here.worker("trainer")
     resources = worker._resources
-    held = [resources.voucher._changed, resources.offloads._changed, worker._session._lock]
+    held = [resources.voucher._lock, resources.offloads._lock, worker._session._lock]
     taken, over = threading.Event(), threading.Event()
 
     def hold() -> None:

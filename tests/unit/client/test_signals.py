@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tensorhub_core.client import link
+from tensorhub_core.client.awaiting import Awaited
+from tensorhub_core.client.mailbox import Mailbox
+from tensorhub_core.client.reading import ReadEnd, ReadOutcome
+from tensorhub_core.client.readjob import ReadJob
 from tensorhub_core.client.worker import Worker
 from tensorhub_core.errors import StateError, VersionUnavailable
+from tensorhub_core.observe.counters import WorkerCounters
+from tensorhub_core.state.messages import Welcome
 from tests.unit.client.hubs import Gate, Hub, blank, equal, hub, in_background, publisher, reader, weights
 
 pytestmark = pytest.mark.timeout(30)
@@ -119,3 +129,62 @@ def test_what_was_staged_and_lost_makes_room_for_the_next(here: Hub) -> None:
     rollout.unpublish()
     rollout.stage()
     rollout.register(blank(20))
+
+
+class Interruption(BaseException):
+    """As KeyboardInterrupt is one."""
+
+
+def awaited() -> tuple[Callable[[], object], Callable[[], object]]:
+    answer: Awaited[int] = Awaited()
+
+    def wait() -> None:
+        with contextlib.suppress(FutureTimeout):
+            answer.result(1e-5)
+
+    return wait, lambda: answer.set_result(1)
+
+
+def read_job() -> tuple[Callable[[], object], Callable[[], object]]:
+    nothing: Any = None
+    job = ReadJob(nothing, [], nothing, np.zeros(0, np.bool_), nothing, nothing, nothing)
+    return lambda: job.wait(1e-5), lambda: job.finish(ReadOutcome(ReadEnd.CANCELLED, np.zeros(0, np.bool_), 0))
+
+
+def mailbox() -> tuple[Callable[[], object], Callable[[], object]]:
+    box = Mailbox(WorkerCounters())
+    box.welcomed(Welcome("w", 1, 1, 0, 1, 1.0, 1.0))
+    return lambda: box.wait_for_welcome(1, 1e-5), lambda: box.on_over(StateError("over"))
+
+
+@pytest.mark.parametrize("kind", [awaited, read_job, mailbox])
+def test_an_interrupted_wait_keeps_no_lock_from_other_threads(
+    kind: Callable[[], tuple[Callable[[], object], Callable[[], object]]],
+) -> None:
+    """At whatever moment the signal comes: the session's thread, or the executor's, goes on."""
+    chance = random.Random(1)
+    armed = False
+
+    def interrupt(*_: object) -> None:
+        if armed:
+            raise Interruption
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(100):
+            wait, give = kind()
+            with contextlib.suppress(Interruption):
+                armed = True
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 3e-4))
+                while True:
+                    wait()
+            armed = False
+            thread = threading.Thread(target=give, daemon=True)
+            thread.start()
+            thread.join(5.0)
+            assert not thread.is_alive(), "it waits for a lock that the interrupted call has left held"
+            wait()
+    finally:
+        armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
