@@ -237,11 +237,13 @@ def first_round(s: Step, group: Group, worker: Worker) -> int:
 
     For a newcomer the open one that nobody of its shard joined, else the next. For one that comes back between two
     calls also the one after its last, if there was nothing newer for the others: it would be a round ahead of them.
-    They may have heard that from a server before this one.
+    They may have heard that from a server before this one. So also if that round has just failed for the others: this
+    is most likely the same call of all. If it is not, because this shard did not make that call, it is a failure more.
     """
     last = -1 if worker.ended is None else worker.ended.round
     unheard = group.rounds.get(last + 1) if last >= 0 else None
-    if unheard is not None and isinstance(unheard.verdict, NothingNewer) and worker.shard in unheard.unheard:
+    unheard = unheard if unheard is not None and worker.shard in unheard.unheard else None
+    if unheard is not None and isinstance(unheard.verdict, NothingNewer):
         return unheard.number
     told = told_before(s, group, worker)
     if told is not None:
@@ -249,6 +251,9 @@ def first_round(s: Step, group: Group, worker: Worker) -> int:
     for current in group.open_rounds():
         if worker.shard not in {*current.joined, *ended_before(s, group, current)}:
             return current.number
+    fresh = unheard is not None and unheard.join_by_s is not None and s.now < unheard.join_by_s
+    if unheard is not None and fresh and all(w.ended is not None for w in s.members(group)):
+        return unheard.number  # no newcomer is among them, who goes on with the next one
     return group.next_round
 
 

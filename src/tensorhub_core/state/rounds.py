@@ -44,6 +44,9 @@ from tensorhub_core.state.versions import (
     tell_promised,
 )
 
+_SAME_CALL_S = 1.0
+"""How far a replica's calls of one round may be apart if it fails at once; `join_by_s` of a round that is over."""
+
 
 def join(s: Step, worker: Worker, request: int, m: JoinRound) -> None:
     """Join a round; the answer is deferred until the round has a promise or a verdict."""
@@ -351,7 +354,7 @@ def conclude(s: Step, group: Group, current: Round, verdict: NothingNewer) -> No
 
 def close_round(s: Step, group: Group, current: Round, verdict: Failure | NothingNewer) -> None:
     """Keep a verdict until every shard has heard it, bounded."""
-    current.verdict = verdict
+    current.verdict, current.join_by_s = verdict, s.now + _SAME_CALL_S
     over = ended_before(s, group, current)
     current.unheard = {k for k in range(group.num_shards) if k not in current.joined and k not in over}
     keep_end(s, group, current.number, verdict)
