@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tensorhub_core.errors import ConfigError, DeadlineExceeded, RegistrationError, StateError
-from tensorhub_megatron import attach_optimizer, parameters_of
+from tensorhub_core.errors import ConfigError, DeadlineExceeded, RegistrationError, ServerUnreachable, StateError
+from tensorhub_megatron import attach_fsdp, attach_optimizer, parameters_of
 
 from .recording import MegatronLikeOptimizer, RecordingWorker, backward, follow
 
@@ -136,24 +136,52 @@ def test_weights_do_not_change_while_a_reader_stays(model: torch.nn.Module, work
 def test_a_step_that_waits_says_for_what(
     model: torch.nn.Module, worker: RecordingWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tensorhub_megatron.publication.REPORT_S", 0.05)
+    monkeypatch.setattr("tensorhub_megatron.publication.time", worker)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    publisher = follow(worker, optimizer, timeout_s=0.2)
-    waits = worker.waits = []
+    publisher = follow(worker, optimizer, timeout_s=100)
     worker.readers = 1
-    with caplog.at_level("WARNING"), pytest.raises(DeadlineExceeded, match="1 readers"):
+    with caplog.at_level("WARNING"), pytest.raises(DeadlineExceeded, match="1 readers after 10"):
         optimizer.step()
-    assert len(waits) > 2
-    assert max(waits) == 0.05
-    assert publisher.last_wait_s >= 0.2
+    assert worker.waits == [30, 30, 30, 10]
+    assert publisher.last_wait_s == 100
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == len(waits) - 1
-    assert all("version 0 is not taken back yet, and the step waits" in text and "1 readers" in text for text in said)
-    # An error that comes at once is no wait.
-    worker.waits, worker.delays = [], False
+    assert [text.split(":")[0] for text in said] == [
+        f"version 0 is not taken back yet, and the step waits, for 100 s at most, {passed} s have passed"
+        for passed in (30, 60, 90)
+    ]
+    assert all("1 readers after 30" in text for text in said)
+
+
+def test_an_error_that_comes_at_once_is_not_waited_for(
+    model: torch.nn.Module, worker: RecordingWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[float | None] = []
+
+    def refuse(timeout_s: float | None = None) -> None:
+        calls.append(timeout_s)
+        raise ServerUnreachable("the session is over")
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    follow(worker, optimizer, timeout_s=100)
+    monkeypatch.setattr(worker, "unpublish", refuse)
+    with pytest.raises(ServerUnreachable):
+        optimizer.step()
+    assert calls == [30]
+
+
+@pytest.mark.parametrize("attach", [attach_optimizer, attach_fsdp])
+def test_without_a_limit_of_its_own_a_step_waits_as_long_as_every_call(
+    model: torch.nn.Module, worker: RecordingWorker, monkeypatch: pytest.MonkeyPatch, attach: Any
+) -> None:
+    for module in ("publisher", "attaching"):
+        monkeypatch.setattr(f"tensorhub_megatron.{module}.connect", lambda *_, **__: worker)
+    monkeypatch.setattr("tensorhub_megatron.publication.time", worker)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attach(model, optimizer, settings={"call_timeout_s": 70})
+    worker.readers = 1
     with pytest.raises(DeadlineExceeded):
         optimizer.step()
-    assert len(worker.waits) == 1
+    assert worker.waits == [30, 30, 10]
 
 
 @pytest.mark.parametrize("first", ["scheduler", "publisher"])

@@ -14,7 +14,7 @@ import torch
 
 from tensorhub_core.errors import ConfigError, StateError
 from tensorhub_megatron import Publisher, parameters_of
-from tensorhub_megatron.stepping import stepping
+from tensorhub_megatron.stepping import stepping, warn_of_others
 
 from .recording import MegatronLikeOptimizer, RecordingWorker, backward, follow
 
@@ -310,3 +310,17 @@ def test_what_is_published_cannot_be_published_as_something_else(
         publisher.publish(changed=True)
     assert publisher.version == 0
     assert worker.events == ["publish 0"]
+
+
+def test_parameters_of_another_optimizer_are_named(model: torch.nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    """As of a trainer that has one for matrices, and another one for the rest."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    model[2].weight.requires_grad_(False)
+    warn_of_others(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    warn_of_others(model, torch.optim.SGD([torch.ones(1)], lr=0.1))  # a copy of them all, as of other precision
+    warn_of_others(model, MegatronLikeOptimizer(model.parameters()))
+    warn_of_others(None, torch.optim.SGD(matrices, lr=0.1))
+    assert caplog.records == []
+    warn_of_others(model, torch.optim.SGD(matrices, lr=0.1))
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "2 parameters that require gradients are not the optimizer's (0.bias, 2.bias): if another" in said

@@ -10,6 +10,7 @@ from tensorhub_megatron.attaching import attach_weights
 from tensorhub_megatron.publication import Registration
 from tensorhub_megatron.publisher import Publisher
 from tensorhub_megatron.sharded import boxes_of_shard, local_part, named_shards
+from tensorhub_megatron.stepping import warn_of_others
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +52,7 @@ def attach_fsdp(
     StateError if the optimizer is attached already, and what `connect`, `register` and `publish` raise; nothing stays
     attached then, on any rank.
     """
+    warn_of_others(module, optimizer)
     return attach_weights(
         ShardedWeights(module, cast),
         optimizer,

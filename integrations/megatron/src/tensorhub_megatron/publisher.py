@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from tensorhub_core import connect
 from tensorhub_core.errors import RegistrationError, StateError
+from tensorhub_core.settings import load_settings
 from tensorhub_megatron.modules import named_weights
 from tensorhub_megatron.publication import Publication, Registration
-from tensorhub_megatron.stepping import MARK, follow, stepping
+from tensorhub_megatron.stepping import MARK, follow, stepping, warn_of_others
 
 if TYPE_CHECKING:
     import torch
@@ -149,11 +150,17 @@ def attach_optimizer(
     tensor (`attach_fsdp` is for them), and what `connect`, `register` and `publish` raise; nothing stays attached then.
     """
     stepping(optimizer)
+    if tensors is None:
+        warn_of_others(module, optimizer)
+    filled = load_settings(settings)
     publication = Publication(
-        ModuleWeights(module, tensors), start_version=start_version, every=every, timeout_s=timeout_s
+        ModuleWeights(module, tensors),
+        start_version=start_version,
+        every=every,
+        timeout_s=filled.client.call_timeout_s if timeout_s is None else timeout_s,
     )
     publication.open(
-        lambda: connect(server, model=model, replica=replica, stream=stream, transport=transport, settings=settings)
+        lambda: connect(server, model=model, replica=replica, stream=stream, transport=transport, settings=filled)
     )
     return Publisher(publication, optimizer)
 

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from tensorhub_core.errors import ConfigError, StateError
+from tensorhub_core.observe.log import get_logger
 
 MARK = "_tensorhub_publisher"
 """The attribute of an optimizer that is followed."""
@@ -66,6 +67,22 @@ def _steps_in_backward(optimizer: Any) -> bool:
         for group in groups
         for parameter in group["params"]
     )
+
+
+def warn_of_others(module: Any, optimizer: Any) -> None:
+    """Log which parameters an optimizer leaves out that somebody may train: nobody would take those back before."""
+    groups = getattr(optimizer, "param_groups", None) or ()
+    own = {id(parameter) for group in groups for parameter in group["params"]}
+    named = list(module.named_parameters()) if callable(getattr(module, "named_parameters", None)) else []
+    others = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in own]
+    if others and any(id(parameter) in own for _, parameter in named):
+        get_logger("megatron").warning(
+            "%d parameters that require gradients are not the optimizer's (%s%s): if another optimizer steps them, it "
+            "changes what is published, and engines refuse every version: give one object whose step() steps all",
+            len(others),
+            ", ".join(others[:3]),
+            " and more" if len(others) > 3 else "",
+        )
 
 
 def follow(optimizer: Any, follower: Follower) -> Callable[[], None]:
