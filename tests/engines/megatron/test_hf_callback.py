@@ -163,6 +163,10 @@ def test_a_step_that_a_fused_optimizer_skipped_inside_makes_no_version(address: 
     publishing = TensorHubTrainerCallback(address, model="m", settings={"handover_s": 0})
     args, state, control = SimpleNamespace(load_best_model_at_end=False), SimpleNamespace(global_step=0), object()
     how = {"model": model, "optimizer": optimizer}
+    wrong = SimpleNamespace(load_best_model_at_end=True)
+    with pytest.raises(ConfigError):
+        publishing.on_train_begin(wrong, state, control, **how)
+    assert not optimizer._optimizer_step_post_hooks
     publishing.on_train_begin(args, state, control, **how)
     for factor, version in ((1.0, 1), (float("inf"), 1), (1.0, 2)):
         optimizer.zero_grad()

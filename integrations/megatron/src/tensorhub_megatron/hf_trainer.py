@@ -72,26 +72,25 @@ class TensorHubTrainerCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, *, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
         """Connect and publish. Raises what `attach_fsdp()` raises."""
-        if optimizer is not None:
-            self._skips.follow(stepping(optimizer))
+        inner = None if optimizer is None else stepping(optimizer)
         if getattr(args, "load_best_model_at_end", False):
             raise ConfigError(
                 "load_best_model_at_end overwrites the weights while they are published: switch it off, and load the "
                 "best checkpoint after training"
             )
-        if self._publication is not None:
-            return  # training begins anew in the same process: auto_find_batch_size
-        self._publication = open_publication(
-            ShardedWeights(model, self._cast),
-            names=self._names,
-            server=self._server,
-            start_version=int(state.global_step) if self._start_version is None else self._start_version,
-            every=self._every,
-            group=None,
-            timeout_s=self._timeout_s,
-            transport=self._transport,
-            settings=self._settings,
-        )
+        if self._publication is None:  # else training begins anew in the same process: auto_find_batch_size
+            self._publication = open_publication(
+                ShardedWeights(model, self._cast),
+                names=self._names,
+                server=self._server,
+                start_version=int(state.global_step) if self._start_version is None else self._start_version,
+                every=self._every,
+                group=None,
+                timeout_s=self._timeout_s,
+                transport=self._transport,
+                settings=self._settings,
+            )
+        self._skips.follow(inner)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Wait until nobody reads the weights any more."""

@@ -160,9 +160,9 @@ class SkippedInside:
         self._handle: Any = None
 
     def follow(self, optimizer: Any) -> None:
-        """Follow an optimizer instead of the one before, if it has hooks."""
+        """Follow an optimizer instead of the one before, if there is one and it has hooks."""
         self.end()
-        if _has_hooks(optimizer):
+        if optimizer is not None and _has_hooks(optimizer):
             self._handle = optimizer.register_step_post_hook(self._after)
 
     def end(self) -> None:
