@@ -91,10 +91,38 @@ def process(model: torch.nn.Module, vllm_config: Any, model_config: Any, device:
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    if device.type == "cpu":
-        _forget_moe_kernels(model)
-    with set_current_vllm_config(vllm_config), set_default_torch_dtype(model_config.dtype), torch.no_grad():
+    with (
+        set_current_vllm_config(vllm_config),
+        set_default_torch_dtype(model_config.dtype),
+        torch.no_grad(),
+        without_adapters(model),
+    ):
+        if device.type == "cpu":
+            _forget_moe_kernels(model)
         process_weights_after_loading(model, model_config, device)
+
+
+@contextlib.contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Let a model be as it was made inside the block: for `--enable-lora`, vLLM has put layers around its own since.
+
+    Those pass for the layers in them, which would be processed twice, and change the names of their weights.
+    """
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    around = [
+        (children, name, child)
+        for children in [module._modules for module in model.modules()]
+        for name, child in children.items()
+        if isinstance(child, BaseLayerWithLoRA)
+    ]
+    try:
+        for children, name, child in around:
+            children[name] = child.base_layer
+        yield
+    finally:
+        for children, name, child in around:
+            children[name] = child
 
 
 def _forget_moe_kernels(model: torch.nn.Module) -> None:

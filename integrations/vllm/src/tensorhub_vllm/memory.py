@@ -79,7 +79,7 @@ class LoadedWeights:
         from vllm.config import set_current_vllm_config
 
         self._put_back()
-        with set_current_vllm_config(self._vllm_config), torch.no_grad():
+        with set_current_vllm_config(self._vllm_config), torch.no_grad(), compat.without_adapters(self.model):
             return self.model.load_weights(weights)  # type: ignore[operator]
 
     def missing(self, untouched: Sequence[str]) -> Sequence[str]:
