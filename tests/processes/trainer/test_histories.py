@@ -1,4 +1,4 @@
-"""Random lives of a trainer: whatever it does between two reads, readers have the bytes of the version they are told."""
+"""Random lives of a trainer: whatever it does between two reads, readers have the bytes of the version they hear of."""
 
 from __future__ import annotations
 
