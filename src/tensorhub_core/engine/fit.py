@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,6 +16,8 @@ from tensorhub_core.errors import LayoutMismatch
 from tensorhub_core.layout.casting import Cast
 from tensorhub_core.layout.match import listing
 from tensorhub_core.layout.types import IDENTITY_TAG, Box, Layout
+
+_BOXES, _STREAMED, _FAILED = "boxes", "streamed: ", "failed: "
 
 
 class EngineMemory(Protocol):
@@ -117,6 +119,36 @@ def fit_logical(memory: EngineMemory, sources: Sequence[LogicalTensor], cast: Ca
         parameters, tag = dict(memory.parameters()), _loaded(memory)
         return Fit(parameters, tag=tag, streamed=True, note=note, sources=sources, cast=cast)
     return Fit(traced.tensors, traced.boxes, traced.padding, sources=sources, cast=cast)
+
+
+def agreed(memory: EngineMemory, describe: Callable[[], Fit], from_all_ranks: Callable[[str], Sequence[str]]) -> Fit:
+    """Describe the memory in one way on all ranks of an engine: by boxes only if none of them has to stream.
+
+    A loader may copy on one rank what it computes on another, such as a bias that only the first one adds; those that
+    fill by boxes and those that stream would wait for each other in different rounds. `from_all_ranks` returns what
+    every rank says; all of them have to call this. Raises what `describe` raises, LayoutMismatch where another rank
+    failed. Loading thread.
+    """
+    found, failure, said = None, None, _BOXES
+    try:
+        found = describe()
+        said = f"{_STREAMED}{found.note}" if found.streamed else _BOXES
+    except Exception as error:
+        failure, said = error, f"{_FAILED}{error}"
+    told = from_all_ranks(said)
+    if failure is not None:
+        raise failure
+    assert found is not None
+    failed = [text.removeprefix(_FAILED) for text in told if text.startswith(_FAILED)]
+    if failed:
+        raise LayoutMismatch(f"another rank of this engine cannot be filled: {failed[0]}")
+    notes = [text.removeprefix(_STREAMED) for text in told if text.startswith(_STREAMED)]
+    if not notes or found.streamed:
+        return found
+    if not found.sources:
+        raise LayoutMismatch("the ranks of this engine found the version in different forms: try again")
+    parameters, tag = dict(memory.parameters()), _loaded(memory)
+    return Fit(parameters, tag=tag, streamed=True, note=notes[0], sources=found.sources, cast=found.cast)
 
 
 def _loaded(memory: EngineMemory) -> str:

@@ -1,4 +1,4 @@
-"""A worker extension whose import makes vLLM's loading of Qwen3 compute what it stores, on every rank."""
+"""A worker extension whose import makes vLLM's loading of Qwen3 compute what it stores, on all ranks but the first."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from tensorhub_vllm.worker_ext import TensorHubWorkerExtension
@@ -23,13 +24,13 @@ class ComputingExtension(TensorHubWorkerExtension):
 
 
 def computing(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-    """Load copies that are computed."""
+    """Load copies that are computed, the first rank the tensors themselves."""
 
     def computed() -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in weights:
             if name == Qwen3ForCausalLM.fails_at:
                 raise RuntimeError(f"{name} cannot be loaded")
-            yield name, weight * 1
+            yield name, weight * 1 if get_tensor_model_parallel_rank() else weight
 
     return _original(self, computed())
 

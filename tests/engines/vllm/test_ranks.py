@@ -148,7 +148,7 @@ def test_a_second_engine_of_two_ranks_copies_raw(setup: Setup, checkpoints: Chec
 def test_versions_stream_to_both_ranks_or_to_none(
     checkpoints: Checkpoints, hub: Server, expected: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where loading computes what it stores: one round for both, whatever one of them cannot load."""
+    """Where loading on one of them computes what it stores: one round for both, whatever one of them cannot load."""
     monkeypatch.setenv("TENSORHUB_STAGING_BYTES", "200000")
     one, two, bare = checkpoints(KIND, 1), checkpoints(KIND, 2), checkpoints.bare(KIND)
     computing = {**TWO, "worker_extension_cls": "tests.engines.vllm.computing.ComputingExtension"}

@@ -8,19 +8,20 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from tensorhub_core import connect
-from tensorhub_core.client.observer import Held, Observer, observe
+from tensorhub_core.client.observer import Observer, observe
 from tensorhub_core.client.piecewise_round import PieceReader, connect_piecewise
 from tensorhub_core.client.worker import Worker
 from tensorhub_core.engine.config import WeightSourceConfig, check_version, weight_source_config
-from tensorhub_core.engine.fit import Fit, fit, fit_logical
+from tensorhub_core.engine.fit import Fit, agreed, fit, fit_logical
 from tensorhub_core.engine.logical import LogicalTensor
 from tensorhub_core.engine.shard import EngineShard
 from tensorhub_core.engine.staging import Staging
@@ -112,15 +113,13 @@ class HubSession:
         """Wait for a version, fill the memory with it, process and offer it; raises what went wrong."""
         wanted = check_version(self.config.version)
         until_s = time.monotonic() + self.timeout_s
-        with self._observe() as observer:
-            version, held = await_version(observer, wanted, self.timeout_s, logger.info, time.monotonic)
-        described = self._fit(memory, held)
+        described = self._agreed(memory, lambda: self._fit(memory, wanted))
         shard = self._shard(memory, described)
         shard.register()
         shard.fill(wanted, max(1.0, until_s - time.monotonic()))
         for report in (shard.process(), shard.publish()):
             if not report.ok:
-                raise StateError(f"version {version} could not be put to use: {report.message}")
+                raise StateError(f"version {report.version} could not be put to use: {report.message}")
         self._log_start(shard)
         return shard
 
@@ -129,7 +128,8 @@ class HubSession:
 
         Returns None on every rank if another replica was faster with other bytes, or with a newer version.
         """
-        shard = self._shard(memory, fit_logical(memory, sources, check_cast(self.config.cast)))
+        described = self._agreed(memory, lambda: fit_logical(memory, sources, check_cast(self.config.cast)))
+        shard = self._shard(memory, described)
         shard.register()
         memory.process()
         conflict = ""
@@ -145,16 +145,25 @@ class HubSession:
 
     def attach(self, memory: LoadedWeights) -> EngineShard:
         """Make a rank that was loaded by other means ready for updates; its memory holds no version yet."""
-        with self._observe() as observer:
-            _, held = await_version(observer, "latest", self.timeout_s, logger.info, time.monotonic)
-        with memory.borrowed():
-            described = self._fit(memory, held)
+        described = self._agreed(memory, lambda: self._fit(memory, "latest", memory.borrowed()))
         shard = self._shard(memory, described)
         shard.register()
         return shard
 
-    def _fit(self, memory: LoadedWeights, held: list[Held]) -> Fit:
-        described = fit(memory, held, check_cast(self.config.cast))
+    def _fit(
+        self,
+        memory: LoadedWeights,
+        wanted: int | Literal["latest"],
+        loaded: AbstractContextManager[None] | None = None,
+    ) -> Fit:
+        """Describe the memory for the wanted version as soon as there is one, with its loaded form in place."""
+        with self._observe() as observer:
+            _, held = await_version(observer, wanted, self.timeout_s, logger.info, time.monotonic)
+        with loaded or nullcontext():
+            return fit(memory, held, check_cast(self.config.cast))
+
+    def _agreed(self, memory: LoadedWeights, describe: Callable[[], Fit]) -> Fit:
+        described = agreed(memory, describe, compat.from_all_ranks)
         if described.note:
             logger.warning("%s", described.note)
         return described
