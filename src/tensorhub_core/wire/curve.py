@@ -6,6 +6,7 @@ CURVE protects `tcp://` addresses. A Unix socket is guarded by the permissions o
 from __future__ import annotations
 
 import os
+import errno
 import stat
 import struct
 from dataclasses import dataclass, field
@@ -103,7 +104,7 @@ def _read(path: Path, setting: str) -> tuple[bytes, bytes | None]:
     try:
         about = path.stat()
         if not stat.S_ISREG(about.st_mode):
-            raise ValueError("it is no file")  # a pipe would be waited for
+            raise OSError(errno.EINVAL, "it is no file")  # a pipe would be waited for
         if about.st_size > _MOST_CERTIFICATE_BYTES:
             raise ValueError("it is too large")
         public, secret = load_certificate(path)
