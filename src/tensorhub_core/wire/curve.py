@@ -5,8 +5,8 @@ CURVE protects `tcp://` addresses. A Unix socket is guarded by the permissions o
 
 from __future__ import annotations
 
-import os
 import errno
+import os
 import stat
 import struct
 from dataclasses import dataclass, field
