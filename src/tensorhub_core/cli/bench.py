@@ -136,9 +136,8 @@ def bench(megabytes: int, tensors: int, readers: int, versions: int, names: tupl
     else:
         console = Console(highlight=False, soft_wrap=True)
         size = decimal(tensors * tensor_bytes)
-        console.print(
-            f"{size} in {tensors:,} tensors, {versions} versions, {readers} reader{'s' * (readers > 1)}; all on this machine"
-        )
+        who = f"{readers} reader{'s' * (readers > 1)}"
+        console.print(f"{size} in {tensors:,} tensors, {versions} versions, {who}; all on this machine")
         console.print(_table(found))
     if any(figures.error for figures in found):
         raise click.exceptions.Exit(1)
