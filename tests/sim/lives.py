@@ -45,6 +45,10 @@ class Life:
     promised: tuple[int, int] | None = None
     sources: tuple[Source, ...] = ()
     readable: dict[str, int] = field(default_factory=dict)
+    known: dict[str, int] = field(default_factory=dict)
+    """Of sources without a manifest: of how many segments the checksums are known."""
+    content: tuple[tuple[bytes, bytes], ...] = ()
+    """Layouts and manifests of what it reads from."""
     verified: int = 0
     alive: bool = True
     paused_until: float = 0.0

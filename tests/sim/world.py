@@ -17,7 +17,6 @@ from tensorhub_core.state.events import Received, Send, Tick
 from tensorhub_core.state.invariants import check
 from tensorhub_core.state.machine import MachineConfig, ServerState, step
 from tensorhub_core.state.messages import (
-    Announce,
     Committed,
     Discard,
     Done,
@@ -52,6 +51,7 @@ from tensorhub_core.state.messages import (
 from tests.sim.hub import digest
 from tests.sim.keeping import Keeper, SecondOpinion
 from tests.sim.lives import SEGMENTS, Life, cells_of, sums
+from tests.sim.resharding import Resharding
 
 
 class World:
@@ -66,12 +66,14 @@ class World:
         checksums: bool = True,
         stages: bool = False,
         retain: int | None = None,
+        reshards: bool = False,
     ) -> None:
         self.checksums, self.stages = checksums, stages
         self.installing: dict[tuple[str, int], set[int]] = {}
         self.commits_by_mode: Counter[str] = Counter()
         self.outcomes: dict[tuple[str, int], set[str]] = {}
         self.chance = random.Random(seed)
+        self.resharding = Resharding(reshards, self.chance)
         self.now = 0.0
         queues = 0 if self.chance.random() < 0.5 else 1 << 30  # of readers behind one that has yet to begin
         retain = self.chance.randrange(3) if retain is None else retain
@@ -99,10 +101,10 @@ class World:
         life = Life(SessionId(b"s%d" % self.born), replica, shard, self.shards, is_trainer)
         self.lives.append(life)
         self.by_session[life.session] = life
-        spot = self.spots.get(replica, False)
-        life.ask(Hello(1, f"t{self.born}", "policy", replica, shard, self.shards, spot=spot))
+        who = (f"t{self.born}", "policy", replica, shard, self.shards)
+        life.ask(Hello(1, *who, spot=self.spots.get(replica, False), announces_sums=self.resharding.enabled))
         life.staging = digest(b"staging %d" % self.born)
-        layout, placement = b"layout %d" % shard, b"placement %d" % self.born
+        layout, placement = self.resharding.layout(life), b"placement %d" % self.born
         life.placement = digest(placement)
         life.ask(PutBlob(digest(layout), layout))
         life.ask(PutBlob(digest(placement), placement))
@@ -177,8 +179,8 @@ class World:
             group = [x for x in self.lives if x.replica == life.replica]
             number = self.next_number(group)
             life.cells = [(number, life.shard)] * SEGMENTS
-            life.ask(PutBlob(digest(sums(number, life.shard)), sums(number, life.shard)))
-            life.ask(Publish(number, digest(sums(number, life.shard))))
+            life.ask(PutBlob(digest(found := sums(number, life.shard)), found))
+            life.ask(Publish(number, digest(found)))
             life.phase, life.promised = "publishing", (1, number)
         elif life.phase == "published" and self.chance.random() < 0.1:
             if life.is_trainer:
@@ -221,15 +223,14 @@ class World:
         assert life.sources or life.mode == "install"
         assert life.promised is not None
         if life.verified == SEGMENTS:
-            life.ask(PutBlob(digest(sums(life.promised[1], life.shard)), sums(life.promised[1], life.shard)))
-            life.ask(Done(life.round, digest(sums(life.promised[1], life.shard))))
+            self.resharding.done(life)
             life.phase = "done"
             return
         if not life.sources:
             life.cells[life.verified] = life.staged_cells[life.verified]
             life.verified += 1
             return
-        able = [source for source in life.sources if life.verified < life.readable[source.lease]]
+        able = self.resharding.able(life)
         if not able:
             return
         source = able[0] if len(able) == 1 else self.chance.choice(able)
@@ -244,7 +245,7 @@ class World:
             return
         life.filled[life.verified] = cell
         life.verified += 1
-        life.ask(Announce(life.round, life.verified, 100 * life.verified))
+        life.ask(self.resharding.announce(life))
 
     def holder(self, source: Source) -> Life | None:
         """Return whose memory a source is."""
@@ -270,6 +271,7 @@ class World:
             self.begin(life, message)
         elif isinstance(message, Discard) and life.phase == "done":
             life.verified, life.phase = 0, "reading"
+            self.resharding.promised(life, message.sources)
             life.read_from(message.sources)
         elif isinstance(message, NothingNewer) and life.phase == "joining":
             right = [(message.number, life.shard)] * SEGMENTS
@@ -278,8 +280,7 @@ class World:
         elif isinstance(message, Committed) and life.phase == "done":
             self.committed(life)
         elif isinstance(message, SourceProgress) and message.lease in life.readable:
-            prefix = SEGMENTS if message.whole else message.prefix
-            life.readable[message.lease] = max(life.readable[message.lease], prefix)
+            life.readable[message.lease] = max(life.readable[message.lease], self.resharding.heard(life, message))
         elif isinstance(message, (LeaseLost, SourceSlow)):
             if message.lease in life.readable and life.phase == "reading":
                 kind = "lost" if isinstance(message, LeaseLost) else "slow"
@@ -337,6 +338,7 @@ class World:
             assert self.installing[life.era, life.round] == set(range(life.num_shards)), "not all have staged"
             life.read_from(())
         else:
+            self.resharding.promised(life, promise.sources)
             life.read_from(promise.sources)
         if life.phase == "joining" and life.published is not None and life.mode != "stage":
             life.unpublish()

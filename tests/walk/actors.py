@@ -75,6 +75,8 @@ class Actor:
     came_back: bool = False
     """It has come back to its round; if that breaks, it says hello again to hear which is its next."""
     next_request: int = 1
+    derives: bool = False
+    """It reads another layout: its own checksums are what it announces."""
     sources: dict[str, Reading] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
     """Leases that were lost, which it has not heard of."""

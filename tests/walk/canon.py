@@ -74,6 +74,7 @@ def _local(world: World, a: Actor, worker: Worker | None) -> Row:
         a.in_grace,
         a.greet,
         a.came_back,
+        a.derives,
     )
     numbers = (a.held, a.staged, a.last, a.high, a.promised, a.verified, -1 if a.want is None else a.want)
     return (
@@ -159,12 +160,13 @@ def _links(world: World, a: Actor, worker: Worker | None, where: dict[int, int],
     told = None if end is None or not again else (max(end.round - base, LONG_AGO), end.key)
     requests = (worker.unpublish_request in a.open, worker.unstage_request in a.open)
     copies = [_copy(copy, names) for copy in worker.copies()]
-    leases = sorted((names[server.leases[i].copy], i in a.sources) for i in worker.leases)
+    leases = sorted((names[server.leases[i].copy], i in a.sources, server.leases[i].told) for i in worker.leases)
     return (reads, opened, rounds, told, requests, copies, leases)
 
 
 def _copy(copy: Copy, names: dict[str, Row]) -> Row:
     flags = (copy.offered, bool(copy.sums), copy.depth, len(copy.leases))
+    flags += (copy.partial, len(copy.known), bool(copy.content))
     return (names[copy.id], copy.key, copy.state.value, copy.prefix, *flags)
 
 

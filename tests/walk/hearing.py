@@ -54,8 +54,10 @@ def hear(world: World, actor: Actor, kind: str, message: Reply) -> None:
     elif isinstance(message, NothingNewer):
         nothing_newer(world, actor, message)
     elif isinstance(message, Discard):
-        actor.verified, actor.phase, actor.asked_done = 0, "reading", False
+        actor.phase, actor.asked_done = "reading", False
         read_from(world, actor, message.sources)
+        keep_verified(world, actor, message.sources, again=True)
+        actor.verified = 0
     elif isinstance(message, Committed):
         actor.committed = True
         if not checks.may_be_lost(world):
@@ -105,6 +107,7 @@ def promised(world: World, actor: Actor, message: Promise) -> None:
     same = {where[:2] for where in actor.sources.values()}
     actor.promised, actor.high = code, max(actor.high, code)
     read_from(world, actor, message.sources)
+    keep_verified(world, actor, message.sources)
     if moved or same != {where[:2] for where in actor.sources.values()}:
         actor.running = False
         actor.verified = actor.verified if world.scene.verify else 0
@@ -112,6 +115,26 @@ def promised(world: World, actor: Actor, message: Promise) -> None:
         actor.phase = "promised"
     else:
         actor.phase, actor.running = "reading", actor.touched
+
+
+def keep_verified(world: World, actor: Actor, sources: tuple[Source, ...], again: bool = False) -> None:
+    """Keep of what was verified by the checksums of one layout only what can be compared with those of another.
+
+    Nothing if it has to be read `again`. What does not count is overwritten at any time.
+    """
+    if not world.scene.reshards or not sources:
+        return
+    before, derived, actor.derives = actor.verified, actor.derives, sources[0].layout[:1] == b"L"
+    if (actor.derives and not derived) or again:
+        actor.verified = 0
+    for source in sources:
+        if len(source.known) != 8 * source.prefix and source.partial:
+            raise Violation(f"L12: {actor.name} may read {source.prefix} segments and knows {len(source.known)} bytes")
+        if source.partial:
+            actor.verified = min(actor.verified, source.prefix)
+    if actor.touched and actor.verified < before:
+        checks.before_overwriting(world, actor, STAGING if actor.mode == "stage" else REGISTERED, first=actor.verified)
+        actor.filled[actor.verified :] = [GARBAGE] * (SEGMENTS - actor.verified)
 
 
 def read_from(world: World, actor: Actor, sources: tuple[Source, ...]) -> None:

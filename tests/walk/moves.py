@@ -20,7 +20,7 @@ from tensorhub_core.state.messages import (
 )
 from tests.walk import checks, hearing
 from tests.walk.actors import REGISTERED, SEGMENTS, Action, Actor, Violation
-from tests.walk.world import NOW, World, code_of, key_of, sums_of
+from tests.walk.world import NOW, World, code_of, key_of, packed_sums, sums_of
 
 BEFORE_S = 0.1
 """A moment; far less than a heartbeat."""
@@ -129,7 +129,8 @@ def do_read(world: World, actor: Actor, which: str) -> None:
     actor.filled[actor.verified] = value
     actor.verified += 1
     if world.scene.verify and actor.phase == "reading" and world.worker(actor) is not None:
-        world.ask(actor, "told", Announce(actor.round, actor.verified, 100 * actor.verified))
+        sums = packed_sums(actor.promised, actor.shard)[: 8 * actor.verified] if actor.derives else b""
+        world.ask(actor, "told", Announce(actor.round, actor.verified, 100 * actor.verified, sums))
 
 
 def do_relocate(world: World, actor: Actor, kind: str, leases: set[str] | None = None) -> None:
@@ -192,13 +193,13 @@ def do_publish(world: World, actor: Actor, number: str) -> None:
     checks.before_overwriting(world, actor, REGISTERED)
     code = code_of(1, int(number))
     actor.cells = [code] * SEGMENTS
-    world.ask(actor, "publish", Publish(int(number), sums_of(code, actor.shard)))
+    world.ask(actor, "publish", Publish(int(number), sums_of(world.scene, actor, code)))
 
 
 def do_done(world: World, actor: Actor, _: str) -> None:
     """Ask whether what was read counts."""
     actor.phase, actor.asked_done = "done", True
-    world.ask(actor, "done", Done(actor.round, Digest(sums_of(actor.promised, actor.shard))))
+    world.ask(actor, "done", Done(actor.round, Digest(sums_of(world.scene, actor, actor.promised))))
 
 
 def do_hear(world: World, actor: Actor, what: str) -> None:

@@ -8,7 +8,19 @@ from dataclasses import dataclass
 import pytest
 
 from tensorhub_core.ids import VersionKey
-from tensorhub_core.state import context, leases, machine, membership, records, retention, rounds, sourcing, versions
+from tensorhub_core.state import (
+    context,
+    leases,
+    machine,
+    membership,
+    reads,
+    records,
+    resourcing,
+    retention,
+    rounds,
+    sourcing,
+    versions,
+)
 from tensorhub_core.state.records import CopyState
 from tensorhub_core.state.records import ModelState as Model
 from tests.property.state import test_mutants as in_worlds
@@ -154,6 +166,16 @@ def offload_copies_are_dropped_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(retention, "is_needed", lambda s, model, copy: False)
 
 
+def announced_checksums_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """L12: a prefix is offered although nobody has announced what it sums to."""
+    patch.setattr(reads, "announced", lambda s, worker, copy, prefix, sums: prefix)
+
+
+def announced_checksums_outlive_their_source(patch: pytest.MonkeyPatch) -> None:
+    """L12: what was verified by the checksums of a copy that is gone is offered on, wherever its holder reads now."""
+    patch.setattr(resourcing, "still_stands", lambda s, copy, sources, sums, content: True)
+
+
 def copies_outlive_their_round(patch: pytest.MonkeyPatch) -> None:
     """L13: what a broken round has filled so far stays a source."""
     patch.setattr(rounds, "drop_copy", lambda s, copy, reason: None)
@@ -167,6 +189,7 @@ _CHAIN = Scene("1 source, 2 readers that queue, one dies", 1, 2, 1, 1, queues=Tr
 _STAGING = Scene("1 source, 1 reader that stages", stages=True, versions=1)
 _RESTART = Scene("1 source, 1 reader, the server restarts", shards=1, restarts=1)
 _TWO = Scene("1 source, 2 readers", 1, 2, 1, 1)
+_RESHARDS = Scene("2 sources, 2 readers that reshard", 2, 2, 1, 1, queues=True, reshards=True, doubts=1)
 _RETAIN = Scene("1 source, 1 reader, retention", retain=1)
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -193,6 +216,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("L11", offload_copies_are_dropped_at_once, _RETAIN),
     Mutant("L12", in_worlds.unverified_prefixes, _PLAIN),
     Mutant("L12", in_worlds.manifests_do_not_bind, _PLAIN),
+    Mutant("L12", announced_checksums_are_not_waited_for, _RESHARDS),
+    Mutant("L12", announced_checksums_outlive_their_source, _RESHARDS),
     Mutant("L13", in_worlds.commit_shard_by_shard, _PLAIN),
     Mutant("L13", copies_outlive_their_round, _LEFT),
     Mutant("L13", in_worlds.install_before_all_have_staged, _STAGING),

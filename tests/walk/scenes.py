@@ -11,7 +11,8 @@ class Scene:
 
     `verify`: readers compare what they read with its checksums, and offer what they have verified to others.
     `queues`: readers may queue behind a reader that has yet to begin. `stages`: readers stage versions and install
-    them. `explicit`: readers may ask for a version by its number. `retain`: versions that no call may lose. `ahead`:
+    them. `reshards`: readers have a layout of their own, announce checksums and follow each other by them.
+    `explicit`: readers may ask for a version by its number. `retain`: versions that no call may lose. `ahead`:
     by how many rounds a shard may be ahead of another one that has yet to hear how they ended. `eager`: a
     read that nothing can disturb or wait for comes before everything else (for scenes of one reader without faults).
 
@@ -29,6 +30,7 @@ class Scene:
     verify: bool = True
     queues: bool = False
     stages: bool = False
+    reshards: bool = False
     explicit: bool = False
     retain: int = 0
     ahead: int = 0
@@ -60,6 +62,8 @@ CI: tuple[Scene, ...] = (
     Scene("asked by number", explicit=True, versions=1),
     Scene("a shard ahead", ahead=1),
     Scene("sources that live are left", readers=2, shards=1, versions=1, queues=True, doubts=2),
+    Scene("readers that reshard and follow", readers=2, shards=1, versions=1, queues=True, reshards=True, doubts=1),
+    Scene("readers reshard, a round is left", readers=2, shards=1, versions=1, queues=True, reshards=True, leaves=1),
     Scene("one dies", crashes=1, shards=1, leaves=1),
     Scene("one is given up", burials=1, versions=1),
     Scene("a connection is lost", losses=1, versions=1),
@@ -91,6 +95,9 @@ NIGHTLY: tuple[Scene, ...] = (
     Scene("the server restarts twice", restarts=2, versions=1),
     Scene("the server restarts, checksums off", verify=False, restarts=1, suspicions=1),
     Scene("staging, the server restarts", stages=True, versions=1, restarts=1),
+    Scene("readers reshard, one dies", readers=2, shards=1, versions=1, queues=True, reshards=True, crashes=1),
+    Scene("readers reshard, 2 shards", readers=2, versions=1, queues=True, reshards=True, doubts=1, crashes=1),
+    Scene("readers reshard, the server restarts", readers=2, versions=1, queues=True, reshards=True, restarts=1),
     Scene("retention, 2 shards, one dies", retain=1, crashes=1),
     Scene("retention, 2 shards, the server restarts", retain=1, restarts=1),
 )

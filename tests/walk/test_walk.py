@@ -102,14 +102,16 @@ def test_an_action_leaves_the_world_before_it_as_it_was() -> None:
 
 IGNORED = {
     "ServerState": "models config started_s now_s listen_from_s buried_s counter sessions blobs blob_bytes ticked_s "
-    "swept_s draining offloads tickets",
+    "swept_s draining offloads tickets known_bytes",
     "ModelState": "name stream streams created waiting holders retain handovers stuck drains offloads_made "
     "offloads_dropped",
     "Group": "model replica generation num_shards zone host spot keeper retired next_round",
     "Round": "told_slow told_late tried details number resumed",
     "Joined": "offer session done_sums",
-    "Worker": "id session token model replica shard observer stream creates_in last_seen_s room_bytes ended tickets",
-    "Copy": "id worker memory done_bytes started_s speed draining_since_s origin sums converted",
+    "Worker": "id session token model replica shard observer stream creates_in last_seen_s room_bytes ended tickets "
+    "announces_sums casts",
+    "Copy": "id worker memory done_bytes started_s speed draining_since_s origin sums converted advanced_s",
+    "Lease": "id reader round tickets",
     "Keeping": "",
     "VersionRecord": "total_bytes keeping",
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import product
 
 from tensorhub_core.ids import Digest, ModelName, SessionId
 from tensorhub_core.state import machine
@@ -173,12 +174,15 @@ class World:
 
     def hello(self, actor: Actor) -> None:
         """Say hello, for the first time or again, and what memory there is; a round begins anew."""
-        held = held_by(actor, actor.held, b"P%d" % actor.life) if actor.held else None
-        offloads = tuple(held_by(actor, code, b"O%d.%d" % (actor.life, code)) for code in sorted(actor.offloads))
+        held = held_by(self.scene, actor, actor.held, b"P%d" % actor.life) if actor.held else None
+        offloads = tuple(
+            held_by(self.scene, actor, code, b"O%d.%d" % (actor.life, code)) for code in sorted(actor.offloads)
+        )
         actor.greet = False
         actor.open = {number: kind for number, kind in actor.open.items() if kind in DURABLE}
         actor.resend, actor.forgotten, actor.offload_asked = set(actor.open.values()), actor.next_request - 1, ""
         self.server.blobs.update(blobs_of(self.scene, self.born))
+        self.server.blob_bytes = sum(len(entry.data) for entry in self.server.blobs.values())
         high = key_of(actor.high) if actor.high else None
         shards = self.scene.shards
         token = f"t{actor.life}"
@@ -186,11 +190,13 @@ class World:
             None if actor.ended is None else Ended(actor.ended[0], key_of(actor.ended[1]) if actor.ended[1] else None)
         )
         place = ("policy", actor.replica, actor.shard, shards)
-        hello = Hello(PROTOCOL, token, *place, high=high, held=held, offloads=offloads, ended=ended)
+        announces = self.scene.reshards and not actor.is_source
+        about = {"high": high, "held": held, "offloads": offloads, "ended": ended, "announces_sums": announces}
+        hello = Hello(PROTOCOL, token, *place, **about)  # type: ignore[arg-type]
         self.ask(actor, "hello", hello)
         if not actor.alive:
             return
-        self.ask(actor, "register", Register(b"L%d" % actor.shard, b"P%d" % actor.life, 200, SEGMENTS))
+        self.ask(actor, "register", Register(layout_of(self.scene, actor), b"P%d" % actor.life, 200, SEGMENTS))
         if self.scene.stages and not actor.is_source:
             self.ask(actor, "register", RegisterStaging(b"S%d" % actor.life))
         hearing.reopened(actor)
@@ -207,14 +213,24 @@ class World:
         return actor
 
 
-def held_by(actor: Actor, code: int, placement: bytes) -> Held:
+def held_by(scene: Scene, actor: Actor, code: int, placement: bytes) -> Held:
     """Return what a process says that it holds."""
-    return Held(*key_of(code), b"L%d" % actor.shard, placement, sums_of(code, actor.shard), 200, SEGMENTS)
+    return Held(*key_of(code), layout_of(scene, actor), placement, sums_of(scene, actor, code), 200, SEGMENTS)
 
 
-def sums_of(code: int, shard: int) -> bytes:
-    """Return the digest of a version's checksums."""
-    return b"v%d/%d" % (code, shard)
+def layout_of(scene: Scene, actor: Actor) -> bytes:
+    """Return the digest of a process's layout."""
+    return (b"R%d" if scene.reshards and not actor.is_source else b"L%d") % actor.shard
+
+
+def sums_of(scene: Scene, actor: Actor, code: int) -> bytes:
+    """Return the digest of a version's checksums in a process's layout."""
+    return (b"r%d/%d" if scene.reshards and not actor.is_source else b"v%d/%d") % (code, actor.shard)
+
+
+def packed_sums(code: int, shard: int) -> bytes:
+    """Return the checksums of a version in the layout of those who reshard."""
+    return b"".join((1000 * code + 10 * shard + segment).to_bytes(8, "little") for segment in range(SEGMENTS))
 
 
 def blobs_of(scene: Scene, born: int) -> dict[Digest, BlobEntry]:
@@ -222,9 +238,13 @@ def blobs_of(scene: Scene, born: int) -> dict[Digest, BlobEntry]:
     names = [b"L%d" % shard for shard in range(scene.shards)]
     names += [kind % life for life in range(1, born + 1) for kind in (b"P%d", b"S%d")]
     codes = [code_of(1, v + 1) for v in range(scene.versions)]
-    names += [sums_of(code, shard) for code in codes for shard in range(scene.shards)]
+    names += [b"v%d/%d" % (code, shard) for code in codes for shard in range(scene.shards)]
+    names += [b"R%d" % shard for shard in range(scene.shards)]
     names += [b"O%d.%d" % (life, code) for life in range(1, born + 1) for code in codes]
-    return {Digest(name): BlobEntry(b"", NOW) for name in names}
+    found = {Digest(name): BlobEntry(b"", NOW) for name in names}
+    for code, shard in product(codes, range(scene.shards) if scene.reshards else ()):
+        found[Digest(b"r%d/%d" % (code, shard))] = BlobEntry(packed_sums(code, shard), NOW)
+    return found
 
 
 def new_server(scene: Scene, epoch: int) -> ServerState:
@@ -246,4 +266,15 @@ def new_world(scene: Scene) -> World:
     return world
 
 
-__all__ = ["NOW", "Committed", "Welcome", "World", "code_of", "key_of", "new_server", "new_world", "sums_of"]
+__all__ = [
+    "NOW",
+    "Committed",
+    "Welcome",
+    "World",
+    "code_of",
+    "key_of",
+    "new_server",
+    "new_world",
+    "packed_sums",
+    "sums_of",
+]

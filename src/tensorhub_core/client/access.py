@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorhub_core.client.reading import SourceAccess
-from tensorhub_core.client.sums import unpack_sums
+from tensorhub_core.client.sums import unpack_first_sums, unpack_sums
 from tensorhub_core.clock import Deadline
 from tensorhub_core.errors import DeadlineExceeded, LayoutMismatch, StateError, TensorHubError, TransportError
 from tensorhub_core.ids import Digest
@@ -86,29 +86,41 @@ class SourceBook:
         """Return which dtypes of each source may be converted."""
         return [NOT_AGAIN if access.converted else self._cast for access in accesses]
 
-    def access(self, sources: Sequence[Source], prefixes: dict[str, int], deadline: Deadline) -> list[SourceAccess]:
+    def access(
+        self,
+        sources: Sequence[Source],
+        prefixes: dict[str, int],
+        deadline: Deadline,
+        known: Mapping[str, bytes] | None = None,
+    ) -> list[SourceAccess]:
         """Return what the executor needs of each source; raises SourceFault, or the error of a lost server.
 
-        `prefixes` holds, per lease, how many segments of a source that is not whole may be read.
+        `prefixes` holds, per lease, how many segments of a source that is not whole may be read; `known` the packed
+        checksums that were heard of sources without a manifest.
         """
         # What one read needs is kept for the next one, and the worker's own layout.
         self._most_layouts = max(_CACHED_LAYOUTS, 1 + len({source.layout for source in sources}))
-        return [self._access(source, prefixes.get(source.lease), deadline) for source in sources]
+        heard = {source.lease: (known or {}).get(source.lease, source.known) for source in sources}
+        return [self._access(each, prefixes.get(each.lease), heard[each.lease], deadline) for each in sources]
 
-    def _access(self, source: Source, prefix: int | None, deadline: Deadline) -> SourceAccess:
+    def _access(self, source: Source, prefix: int | None, heard: bytes, deadline: Deadline) -> SourceAccess:
         try:
             known = self._layout(source.layout, deadline)
             if (known.layout.shard, known.layout.num_shards) != (source.shard, source.num_shards):
                 raise LayoutMismatch(f"the layout of {source.replica}/{source.shard} is that of another shard")
             placement = decode_placement(self._blob(source.placement, deadline), known, self._transport)
-            sums = unpack_sums(self._blob(source.sums, deadline), known.table)
+            if source.partial:
+                sums = unpack_first_sums(heard, known.table)
+            else:
+                sums = unpack_sums(self._blob(source.sums, deadline), known.table)
         except (LayoutMismatch, StateError) as error:
             raise SourceFault(source.lease, error) from None
         except TensorHubError as error:
             if isinstance(error, DeadlineExceeded) or error.code == "server_unreachable":
                 raise
             raise SourceFault(source.lease, error) from None
-        readable = len(sums) if prefix is None else min(prefix, len(sums))
+        known_sums = len(heard) // 8 if source.partial else None
+        readable = min(length for length in (prefix, known_sums, len(sums)) if length is not None)
         return SourceAccess(
             lease=source.lease,
             replica=source.replica,
@@ -120,6 +132,7 @@ class SourceBook:
             sums=sums,
             prefix=readable,
             converted=source.converted,
+            known=known_sums,
         )
 
     def _layout(self, digest: bytes, deadline: Deadline) -> KnownLayout:

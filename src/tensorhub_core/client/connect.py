@@ -84,6 +84,7 @@ def connect(
         spot=spot,
         keeper=keeper,
         cast=check_cast(cast),
+        announces_sums=config.verify == "always",
     )
     return open_worker(Worker, server, identity, transport, filled)
 

@@ -20,6 +20,8 @@ from tensorhub_core.client.exactness import WHOLE_SEGMENTS, Exactness, carried_o
 from tensorhub_core.client.machine import step
 from tensorhub_core.client.memory import FilledMemory
 from tensorhub_core.client.moves import content, lease_of
+from tensorhub_core.client.progress import CheckCallback, ProgressCallback, ReadProgress, breaks
+from tensorhub_core.client.progressive import Progressive, right_by, with_sums
 from tensorhub_core.client.reading import (
     Destination,
     Executor,
@@ -66,20 +68,13 @@ from tensorhub_core.layout.segments import SegmentTable
 from tensorhub_core.layout.types import Layout
 from tensorhub_core.observe.counters import WorkerCounters
 from tensorhub_core.observe.log import get_logger
-from tensorhub_core.state.messages import Announce, Done, PutBlob, Reply, Request, Source, Welcome
-
-ProgressCallback = Callable[[int, int, str], None]
-"""Called with (done_bytes, total_bytes, source_replica)."""
-
-CheckCallback = Callable[[Sequence[Layout]], None]
-"""Called with the layouts of a version's sources before anything is written; raises LayoutMismatch to refuse it."""
+from tensorhub_core.state.bounds import MOST_CUTS
+from tensorhub_core.state.messages import Announce, Done, Filling, PutBlob, Reply, Request, Source, Welcome
 
 _POLL_S = 0.005
 _IDLE_S = 0.25
 _ANNOUNCE_S = 0.02
 _STATUS_S = 0.5
-_CALLBACK_S = 0.12
-"""With the last call, which is never held back, at most ten calls in any second."""
 
 
 class Wire(Protocol):
@@ -106,36 +101,6 @@ class RoundParts:
     exactness: Exactness = WHOLE_SEGMENTS
 
 
-class ReadProgress:
-    """Hear the executor: keep the newest figures, call the user's callback not too often, never raise."""
-
-    def __init__(self, callback: ProgressCallback | None, broken: Callable[[BaseException], None]) -> None:
-        self._callback = callback
-        self._broken = broken
-        self._called_s = 0.0
-        self.replicas: dict[str, str] = {}
-        self.figures = (0, 0)
-        """(verified reads from the start of the plan, verified bytes); replaced as a whole."""
-
-    def end(self) -> None:
-        """Let go of the round, so that its memory goes when it is dropped and not with some later collection."""
-        self._callback, self._broken = None, lambda error: None
-
-    def on_progress(self, prefix: int, done_bytes: int, total_bytes: int, lease: str) -> None:
-        """Hear how far the read is; on the executor's thread."""
-        self.figures = (prefix, done_bytes)
-        now = time.monotonic()
-        if self._callback is None or (now - self._called_s < _CALLBACK_S and done_bytes < total_bytes):
-            return
-        self._called_s = now
-        try:
-            first = next(iter(self.replicas.values()), "")
-            self._callback(done_bytes, total_bytes, self.replicas.get(lease, first))
-        except BaseException as error:  # the caller's own: it ends the round, not the executor's thread
-            self._callback = None
-            self._broken(error)
-
-
 class RoundDriver:
     """One round in flight. `run` belongs to one thread; `post` may be called from any."""
 
@@ -154,6 +119,8 @@ class RoundDriver:
         self._verified: NDArray[np.bool_] | None = None
         self._handle: ReadHandle | None = None
         self._asker = Asker(parts.wire.submit, state.number, parts.exactness.patience_s, self._unvouched)
+        self._own: Progressive | None = None
+        """What is read of another layout may be followed: its checksums are announced."""
         self._announced = (0, 0)
         self._announced_s = 0.0
         self._collected = False
@@ -224,7 +191,7 @@ class RoundDriver:
         try:
             return handle.wait(_POLL_S)
         except Exception as error:
-            if not _breaks(handle, error):
+            if not breaks(handle, error):
                 raise  # the caller's own, from a signal handler
             self._handle, self._unquiet = None, True
             self.post(Broken(error))
@@ -240,6 +207,8 @@ class RoundDriver:
                 answer = lambda reply: self.post(Answered(asked, reply))  # noqa: E731
                 self._parts.wire.submit(message, answer, life=self.life)
             case Tell(message):
+                if isinstance(message, Filling):
+                    self._announced = (0, 0)  # a server that has restarted knows nothing of it
                 self._tell(message)
             case Plan(keep):
                 self._make_plan(keep)
@@ -249,6 +218,7 @@ class RoundDriver:
                 self._read()
             case Advance(lease, prefix, whole):
                 if self._handle is not None:
+                    self._hear_sums(lease, self._handle)
                     self._handle.advance(lease, self._length_of(lease) if whole else prefix)
             case Abandon(lease, reason, kind):
                 if self._handle is not None:
@@ -271,7 +241,7 @@ class RoundDriver:
         state = self._state
         prefixes = {lease: prefix for lease, prefix in state.prefixes.items() if lease not in state.whole}
         try:
-            accesses = self._parts.book.access(state.sources, prefixes, self._deadline)
+            accesses = self._parts.book.access(state.sources, prefixes, self._deadline, state.known)
             layouts, own = [access.layout for access in accesses], self._parts.memory.layout
             if self._parts.check is not None and any(layout != own for layout in layouts):
                 self._parts.check(layouts)
@@ -283,15 +253,26 @@ class RoundDriver:
             return self.post(PlanFailed(error))
         # Sources of our own layout hold the same bytes: what came from one counts whatever the others are.
         key = tuple((source.layout, source.sums) for source in state.sources[: 1 if plan.raw else None])
-        if not keep or key != self._plan_key:
-            self._verified = None
-            self._announced = (0, 0)
-            self._progress.figures = (0, 0)
+        self._announced = (0, 0)
+        if not keep or key != self._plan_key or any(source.partial for source in state.sources):
+            self._verified = self._still_right(accesses[0]) if keep and plan.raw else None
+            self._own, self._progress.figures = None, (0, 0)
         elif self._plan is not None and self._verified is not None:
             self._verified = carried_over(self._plan, self._verified, plan)
+        self._progress.figures = (0, self._progress.figures[1])  # the reads of this plan have other numbers
         self._accesses, self._plan, self._plan_key = accesses, plan, key
+        self._follow_with(plan)
         self._progress.replicas = {access.lease: access.replica for access in accesses}
         self.post(Planned(plan.casts or any(access.converted for access in accesses)))
+
+    def _follow_with(self, plan: ReadPlan) -> None:
+        """Let others follow what is derived by a plan, if it is offered before it is complete."""
+        if plan.raw or not (self._state.offer and self._state.prefix):
+            self._own = None
+        elif self._own is None:
+            self._own = Progressive(self._parts.memory, plan)
+        else:
+            self._own.replan(plan)
 
     def _plan_of(self, own: Layout, table: SegmentTable, accesses: Sequence[SourceAccess]) -> ReadPlan:
         """Plan to read no more than is needed."""
@@ -318,6 +299,24 @@ class RoundDriver:
             leases = {lease: source.lease for lease, source in self._sources_today().items()}
             self._asker.turn(leases, self.life)
 
+    def _still_right(self, access: SourceAccess) -> NDArray[np.bool_] | None:
+        """Return which segments of ours are right by the checksums of a source of our layout, bool [segments]."""
+        if self._plan is None or self._verified is None:
+            return None
+        sums = self._accesses[0].sums if self._plan.raw else None
+        return right_by(access, self._verified, sums, self._own)
+
+    def _hear_sums(self, lease: str, handle: ReadHandle | None = None) -> None:
+        """Take in what was heard of the checksums of a source without a manifest, and tell the running read."""
+        today = self._sources_today().get(lease)
+        known = b"" if today is None else self._state.known.get(today.lease, b"")
+        for number, access in enumerate(self._accesses):
+            more = with_sums(access, known) if access.lease == lease else access
+            if more is not access and handle is not None:
+                assert access.known is not None
+                handle.know(lease, access.known, more.sums[access.known : more.known])
+            self._accesses[number] = more
+
     def _replica_of(self, lease: str) -> str:
         return next((source.replica for source in self._state.sources if source.lease == lease), "a source")
 
@@ -331,6 +330,8 @@ class RoundDriver:
             # What no read fills (padding outside of every box) has to come through a shadow unchanged.
             memory.collect()
             self._collected = True
+        for lease in [access.lease for access in self._accesses]:
+            self._hear_sums(lease)
         self._accesses = [self._readable(access) for access in self._accesses]
         destination = Destination(memory.layout, memory.table, memory.addresses, memory.devices, memory.buffers)
         self._handle = self._parts.executor.start(plan, self._accesses, destination, self._verified, self._progress)
@@ -372,26 +373,24 @@ class RoundDriver:
         plan, (prefix, done_bytes) = self._plan, self._progress.figures
         if plan is None or not self._state.entered:
             return
-        prefix = prefix if plan.raw and self._state.offer and self._state.prefix else 0
+        own = self._own
+        if own is not None:
+            own.fill(prefix)
+            prefix = own.count
+        elif not (plan.raw and self._state.offer and self._state.prefix):
+            prefix = 0
         due_s = _ANNOUNCE_S if prefix > self._announced[0] else _STATUS_S
         if (prefix, done_bytes) != self._announced and now - self._announced_s >= due_s:
+            sums = b"" if own is None else own.packed(self._announced[0], MOST_CUTS)
+            prefix = prefix if own is None else self._announced[0] + len(sums) // 8
             self._announced, self._announced_s = (prefix, done_bytes), now
-            self._tell(Announce(self._state.number, prefix, done_bytes))
+            self._tell(Announce(self._state.number, prefix, done_bytes, sums))
 
     def _settle(self) -> bytes:
         memory, plan = self._parts.memory, self._plan
         assert plan is not None
         memory.spread()
-        sums = self._accesses[0].sums if plan.raw else memory.sums()
+        sums = self._accesses[0].sums if plan.raw else memory.sums() if self._own is None else self._own.finish()
         blob = pack_sums(sums)
         self.sums = PutBlob(digest_of(blob), blob)
         return self.sums.digest
-
-
-def _breaks(handle: ReadHandle, error: Exception) -> bool:
-    """Tell whether an error came from the read job: it then comes every time."""
-    try:
-        handle.wait(0.0)
-    except Exception as again:
-        return type(again) is type(error)
-    return False

@@ -27,7 +27,9 @@ class Identity:
     observer: bool = False
     keeper: bool = False
     cast: Cast = False
-    """Which dtypes it converts; the server needs not know."""
+    """Which dtypes it converts; the server needs not know which."""
+    announces_sums: bool = False
+    """It verifies everything, so that others may follow what it derives, and it follows others likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,8 @@ def hello_of(
         keeper=identity.keeper,
         server_epoch=server_epoch,
         created=created,
+        announces_sums=identity.announces_sums,
+        casts=bool(identity.cast),
     )
 
 

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorhub_core.client.device import fill_device
-from tensorhub_core.client.driver import ProgressCallback, RoundDriver, RoundParts
+from tensorhub_core.client.driver import RoundDriver, RoundParts
 from tensorhub_core.client.memory import RegisteredMemory
+from tensorhub_core.client.progress import ProgressCallback
 from tensorhub_core.client.reading import ReadEnd, ReadHandle, ReadObserver, ReadOutcome
 from tensorhub_core.client.rounds import Broken, Planned, RoundState
 from tensorhub_core.client.staged_memory import StagedMemory

@@ -14,6 +14,7 @@ from tensorhub_core.client.moves import (
     confirm,
     content,
     fail,
+    heard,
     join,
     lease_of,
     leave,
@@ -269,11 +270,32 @@ def pushed(s: Step, message: Reply) -> None:
         elif state.phase in (Phase.PLANNING, Phase.WITHDRAWING, Phase.ENTERING):
             state.lost[message.lease] = "slow"
     elif isinstance(message, SourceProgress) and message.lease in ours:
-        state.prefixes[message.lease] = max(message.prefix, state.prefixes.get(message.lease, 0))
-        if message.whole:
-            state.whole.add(message.lease)
-        if state.running:
-            s.effects.append(Advance(lease_of(state, message.lease), message.prefix, message.whole))
+        progressed(s, message)
+
+
+def progressed(s: Step, message: SourceProgress) -> None:
+    """Take how far a source is; of one without a manifest only as far as its checksums are known."""
+    state, lease, prefix, whole = s.state, message.lease, message.prefix, message.whole
+    if lease in state.known:
+        known = heard(state.known[lease], message.first, message.sums)
+        if known is None:
+            return contradicted(s, lease)
+        whole = whole and 8 * prefix <= len(known)
+        state.known[lease], prefix = known, min(prefix, len(known) // 8)
+    state.prefixes[lease] = max(prefix, state.prefixes.get(lease, 0))
+    if whole:
+        state.whole.add(lease)
+    if state.running:
+        s.effects.append(Advance(lease_of(state, lease), prefix, whole))
+
+
+def contradicted(s: Step, lease: str) -> None:
+    """Leave a source that announces other checksums than before."""
+    state, text = s.state, "it announces other checksums than before"
+    if state.phase is Phase.READING and state.running:
+        s.effects.append(Abandon(lease_of(state, lease), text, "corrupt"))
+    elif state.phase in (Phase.PLANNING, Phase.WITHDRAWING, Phase.ENTERING):
+        state.lost[lease], state.details[lease] = "corrupt", text
 
 
 def tick(s: Step) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tensorhub_core.client.rounds import (
@@ -89,15 +89,14 @@ def promised(s: Step, promise: Promise) -> None:
         return leave(s, StateError(f"the server promised {text}, which is not what this round asked for"))
     if moved and state.done_asked:
         state.published = True  # what was read may have been committed: nobody may see it change
-    same = installs or same_memory(state.sources, promise.sources)
+    same = installs or (same_memory(state.sources, promise.sources) and same_sums(state, promise.sources))
     before, state.sources, state.key = state.sources, promise.sources, key
     state.lost.clear()
     note_progress(s, promise.sources)
     if state.running and same:
-        pairs = zip(sorted(promise.sources, key=content), sorted(before, key=content), strict=True)
-        state.aliases = {new.lease: state.aliases.get(old.lease, old.lease) for new, old in pairs}
+        state.aliases = {new.lease: lease_of(state, old.lease) for new, old in pairs_of(promise.sources, before)}
         state.phase, state.entered = Phase.READING, True
-        s.effects.append(Tell(Filling(state.number)))
+        s.effects.append(Tell(Filling(state.number, state.converted)))
         for source in promise.sources:
             s.effects.append(Advance(lease_of(state, source.lease), source.prefix, source.whole))
     elif state.running:
@@ -105,7 +104,7 @@ def promised(s: Step, promise: Promise) -> None:
         s.effects.append(Stop())
     elif state.complete and same and state.sums is not None and not state.published:
         state.entered = True
-        s.effects.append(Tell(Filling(state.number)))
+        s.effects.append(Tell(Filling(state.number, state.converted)))
         confirm(s)
     else:
         plan(s, keep=True)
@@ -121,10 +120,42 @@ def content(source: Source) -> tuple[bytes, bytes, bytes]:
     return source.layout, source.placement, source.sums
 
 
+def pairs_of(ones: Sequence[Source], others: Sequence[Source]) -> Iterable[tuple[Source, Source]]:
+    """Return the sources of two promises that name the same memory, by pairs."""
+    return zip(sorted(ones, key=content), sorted(others, key=content), strict=True)
+
+
+def same_sums(state: RoundState, sources: Sequence[Source]) -> bool:
+    """Tell whether copies without a manifest have the checksums that were heard; what was heard before stays known.
+
+    `sources` are the same memory as those of the promise before.
+    """
+    for new, old in pairs_of(sources, state.sources):
+        known = heard(state.known.pop(old.lease, b""), 0, new.known)
+        if known is None:
+            return False
+        state.known[new.lease] = known
+    return True
+
+
+def heard(known: bytes, first: int, sums: bytes) -> bytes | None:
+    """Return the packed checksums of a source that are known with some more, from segment `first` on.
+
+    None: they contradict those that were known. Some of which those before are missing say nothing.
+    """
+    begin = 8 * first
+    if begin > len(known):
+        return known
+    both = min(len(sums), len(known) - begin)
+    return known + sums[both:] if sums[:both] == known[begin : begin + both] else None
+
+
 def note_progress(s: Step, sources: Sequence[Source]) -> None:
     """Remember how much of each source may be read."""
     s.state.prefixes = {source.lease: source.prefix for source in sources}
     s.state.whole = {source.lease for source in sources if source.whole}
+    known = s.state.known
+    s.state.known = {source.lease: known.get(source.lease, source.known) for source in sources if source.partial}
 
 
 def plan(s: Step, keep: bool) -> None:
@@ -147,7 +178,7 @@ def proceed(s: Step) -> None:
             s.effects.append(Withdraw())
         return
     if not state.entered:
-        return s.ask(Filling(state.number), Phase.ENTERING)
+        return s.ask(Filling(state.number, state.converted), Phase.ENTERING)
     read(s)
 
 

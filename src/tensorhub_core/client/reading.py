@@ -24,7 +24,7 @@ class SourceAccess:
     """One leased source: `addresses` u64 [storages], `devices` one name per storage, `sums` u64 [segments].
 
     `prefix` segments may be read now; a whole source has `prefix == len(sums)`. `converted`: its numbers were converted
-    from another dtype.
+    from another dtype. `known`: of how many segments the checksums are known yet; None = of all.
     """
 
     lease: str
@@ -37,6 +37,7 @@ class SourceAccess:
     sums: NDArray[np.uint64]
     prefix: int
     converted: bool = False
+    known: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,8 @@ class ReadHandle(Protocol):
         """Hear the checksums, u64 [n], of cuts `first .. first + n` of a source, numbered as in `ReadPlan.cuts_of`.
 
         A cut is read only when its checksum is known, unless it is not compared (`verify`). Unknown leases are ignored,
-        and so are numbers beyond the last cut. What was heard once stays.
+        and so are numbers beyond the last cut. What was heard once stays. In a raw plan the same goes for segments of a
+        source of which not all checksums were known.
         """
 
     def fail(self, lease: str, reason: str, kind: str = "lost") -> None:

@@ -57,6 +57,8 @@ class RoundState:
     """Of some lost leases: what exactly failed, where `lost` says no more than the kind."""
     prefixes: dict[str, int] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
+    known: dict[str, bytes] = field(default_factory=dict)
+    """Of leases on copies without a manifest: the checksums that were heard, packed."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Leases of a new promise on the very memory that the running read reads under older leases."""
     inexact: set[tuple[bytes, bytes, bytes]] = field(default_factory=set)

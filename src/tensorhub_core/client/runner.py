@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 from tensorhub_core.client.access import SourceBook
 from tensorhub_core.client.drain import Drain, error_of
-from tensorhub_core.client.driver import CheckCallback, ProgressCallback, RoundDriver, RoundParts
+from tensorhub_core.client.driver import RoundDriver, RoundParts
 from tensorhub_core.client.exactness import Exactness
 from tensorhub_core.client.holding import Holding
 from tensorhub_core.client.installing import CopyList, InstallDriver
 from tensorhub_core.client.mailbox import Mailbox
 from tensorhub_core.client.memory import FilledMemory, RegisteredMemory
+from tensorhub_core.client.progress import CheckCallback, ProgressCallback
 from tensorhub_core.client.reading import Executor
 from tensorhub_core.client.resources import Resources
 from tensorhub_core.client.rounds import End, Mode, RoundState

@@ -135,3 +135,16 @@ def unpack_sums(data: bytes, table: SegmentTable) -> NDArray[np.uint64]:
     if len(data) != 8 * len(table):
         raise CorruptTransfer(f"expected {len(table):,} checksums of 8 bytes, got {len(data):,} bytes")
     return np.frombuffer(data, "<u8").astype(np.uint64)
+
+
+def unpack_first_sums(data: bytes, table: SegmentTable) -> NDArray[np.uint64]:
+    """Return checksums of which only the first were heard, the others 0; raises CorruptTransfer if there are too many.
+
+    The array may be written to.
+    """
+    count, odd = divmod(len(data), 8)
+    if odd or count > len(table):
+        raise CorruptTransfer(f"expected at most {len(table):,} checksums of 8 bytes, got {len(data):,} bytes")
+    sums: NDArray[np.uint64] = np.zeros(len(table), np.uint64)
+    sums[:count] = np.frombuffer(data, "<u8")
+    return sums

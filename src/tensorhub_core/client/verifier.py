@@ -81,13 +81,18 @@ class Checker:
         self.unknown: NDArray[np.bool_] = schedule.cut >= 0
         """Which reads of the schedule cannot be compared yet: their checksums are not known."""
         self._reads_of_cuts: list[NDArray[np.int64]] = []
-        """By source: the read of the schedule of each of its cuts, -1 where there is none; i64 [cuts of the source]."""
+        """By source: the read of the schedule of each of its cuts, -1 where there is none; i64 [cuts of the source].
+
+        In a raw plan that of each segment."""
         index_of: NDArray[np.int64] = np.full(len(plan), -1, np.int64)
         index_of[schedule.read] = np.arange(len(schedule))
         for number, source in enumerate(sources):
+            if plan.raw and source.known is not None:
+                self.unknown |= schedule.segment >= source.known
             mine = (schedule.source == number) & ~self.unknown
             self._expected[mine] = source.sums[schedule.segment[mine]]
-            self._reads_of_cuts.append(index_of[(plan.source == number) & (plan.cut >= 0)])
+            asked = slice(None) if plan.raw else (plan.source == number) & (plan.cut >= 0)
+            self._reads_of_cuts.append(index_of[asked])
         if chosen is not None:
             self.unknown &= chosen
         if devices is None and len(self._buffers) < len(destination.buffers):

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 from tensorhub_core.client.access import SourceBook
 from tensorhub_core.client.drain import error_of
-from tensorhub_core.client.driver import CheckCallback, ProgressCallback
 from tensorhub_core.client.holding import Holding
 from tensorhub_core.client.identity import Identity, checked
 from tensorhub_core.client.leaving import Leaving
 from tensorhub_core.client.mailbox import Mailbox
 from tensorhub_core.client.memory import RegisteredMemory
 from tensorhub_core.client.mirror import blank_memory
+from tensorhub_core.client.progress import CheckCallback, ProgressCallback
 from tensorhub_core.client.resources import Resources
 from tensorhub_core.client.rounds import Mode
 from tensorhub_core.client.runner import Call, RoundRunner, StagedVersion

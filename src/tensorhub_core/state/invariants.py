@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from tensorhub_core.ids import CopyId
 from tensorhub_core.schedule.sources import MOST_RAW_SOURCES
 from tensorhub_core.state.invariants_retention import RETENTION_LAWS
+from tensorhub_core.state.manifests import SUM_BYTES
 from tensorhub_core.state.records import UNFINISHED, CopyState, Group, ModelState, ServerState
 
 
@@ -126,6 +127,28 @@ def l12_sums_are_asked_of_sources(state: ServerState) -> Iterator[str]:
         yield "a lease has too many tickets"
 
 
+def l12_sums_are_announced_in_order(state: ServerState) -> Iterator[str]:
+    """What is offered without a manifest has announced checksums, those of its source, and all of them were told."""
+    for copy in state.copies.values():
+        unfinished, segments = copy.state in UNFINISHED, len(copy.known) // SUM_BYTES
+        if copy.known and not (unfinished and copy.partial and not copy.sums):
+            yield f"copy {copy.id} has a manifest, and announced checksums"
+        if unfinished and copy.partial and (copy.sums or segments != copy.prefix or len(copy.known) % SUM_BYTES):
+            yield f"copy {copy.id} offers {copy.prefix} segments with {len(copy.known)} bytes of checksums"
+        for lease in (state.leases[i] for i in copy.leases):
+            follower = state.workers[lease.reader].unfinished()
+            if unfinished and not copy.sums and not copy.partial:
+                yield f"copy {copy.id} is followed by lease {lease.id} without checksums"
+            if unfinished and copy.partial and lease.told > segments:
+                yield f"lease {lease.id} was told checksums of copy {copy.id} that nobody has announced"
+            if follower is None or not follower.partial or follower.content or not copy.partial:
+                continue
+            if not copy.known.startswith(follower.known):
+                yield f"copy {follower.id} offers what its source {copy.id} has not announced"
+    if state.known_bytes != sum(len(copy.known) for copy in state.copies.values()):
+        yield f"{state.known_bytes} bytes are not the sum of the announced checksums"
+
+
 def l13_filling_needs_a_round(state: ServerState) -> Iterator[str]:
     """Memory counts as filling, or is awaited, only while its round is open."""
     for copy in state.copies.values():
@@ -203,6 +226,7 @@ LAWS: tuple[Callable[[ServerState], Iterator[str]], ...] = (
     l12_first_manifest_binds,
     l12_sources_have_one_content,
     l12_sums_are_asked_of_sources,
+    l12_sums_are_announced_in_order,
     l13_filling_needs_a_round,
     l13_nothing_is_overwritten_before_all_have_staged,
     l1_what_is_staged_was_whole_before,

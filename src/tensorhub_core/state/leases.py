@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from tensorhub_core.ids import CopyId, LeaseId, VersionKey
+from tensorhub_core.state.bounds import MOST_CUTS
 from tensorhub_core.state.context import Step
 from tensorhub_core.state.keeping import is_kept_back
+from tensorhub_core.state.manifests import SUM_BYTES, known_sums, set_known
 from tensorhub_core.state.messages import DropOffload, LeaseLost, Ok, Source, SourceProgress
 from tensorhub_core.state.records import UNFINISHED, Copy, CopyState, Group, Joined, Lease, ModelState, Worker
 from tensorhub_core.state.tickets import end_with_lease
@@ -21,11 +25,13 @@ def grant(s: Step, group: Group, shard: int, round_number: int, copy: Copy) -> L
 
 
 def source_of(s: Step, lease_id: LeaseId) -> Source:
-    """Describe a lease's copy to its reader."""
+    """Describe a lease's copy to its reader; who reads one without a manifest hears of its checksums from then on."""
     lease = s.state.leases[lease_id]
     copy = s.state.copies[lease.copy]
     holder = s.holder(copy)
     group = s.group(holder)
+    partial = copy.partial and copy.state in UNFINISHED
+    lease.told = len(copy.known) // SUM_BYTES if partial else -1
     return Source(
         lease=lease.id,
         worker=holder.id,
@@ -38,6 +44,8 @@ def source_of(s: Step, lease_id: LeaseId) -> Source:
         whole=copy.state not in UNFINISHED,
         prefix=copy.prefix,
         converted=copy.converted,
+        partial=partial,
+        known=copy.known if partial else b"",
     )
 
 
@@ -77,6 +85,7 @@ def drop_copy(s: Step, copy: Copy, reason: str) -> None:
     """Forget a copy: nobody may read it any more, whoever does is told."""
     holder = s.holder(copy)
     s.touch(holder)
+    set_known(s, copy, b"")
     s.state.copies.pop(copy.id, None)
     s.state.draining.discard(copy.id)
     if holder.copy is copy:
@@ -150,11 +159,28 @@ def _hold(s: Step, worker: Worker, copy: Copy) -> None:
 
 
 def tell_followers(s: Step, copy: Copy) -> None:
-    """Tell the readers of a copy how far they may read."""
-    whole = copy.state not in UNFINISHED
+    """Tell the readers of a copy how far they may read, and by which checksums if they have no manifest."""
     for lease_id in sorted(copy.leases):
         lease = s.state.leases[lease_id]
-        s.push(s.state.workers[lease.reader], SourceProgress(lease_id, copy.prefix, whole))
+        for message in progress_of(s, copy, lease):
+            s.push(s.state.workers[lease.reader], message)
+
+
+def progress_of(s: Step, copy: Copy, lease: Lease) -> Iterator[SourceProgress]:
+    """Yield what the reader of a copy has not heard yet, in messages of bounded size."""
+    whole = copy.state not in UNFINISHED
+    if lease.told < 0:
+        yield SourceProgress(lease.id, copy.prefix, whole)
+        return
+    known = known_sums(s, copy)
+    end = min(copy.prefix, len(known) // SUM_BYTES)
+    while True:
+        first, lease.told = lease.told, max(lease.told, min(end, lease.told + MOST_CUTS))
+        sums = known[SUM_BYTES * first : SUM_BYTES * lease.told]
+        last = lease.told >= end
+        yield SourceProgress(lease.id, lease.told, whole and last and end == copy.memory.num_segments, first, sums)
+        if last:
+            return
 
 
 def new_copy_id(s: Step) -> CopyId:

@@ -9,6 +9,7 @@ from tensorhub_core.state.bounds import MOST_SERVER_EPOCH
 from tensorhub_core.state.context import NO_SESSION, Step, failure
 from tensorhub_core.state.events import Send
 from tensorhub_core.state.leases import drop_copy, end_lease, revoke_lease
+from tensorhub_core.state.manifests import forget_prefix
 from tensorhub_core.state.messages import (
     PROTOCOL,
     Hello,
@@ -66,6 +67,7 @@ def hello(s: Step, session: SessionId, request: int, m: Hello) -> None:
         group.members[m.shard] = worker.id
         group.zone, group.host, group.spot, group.keeper = m.zone, m.host, m.spot, m.keeper
         group.generation += 1
+    worker.announces_sums, worker.casts = m.announces_sums, m.casts
     note_ended(s, group, worker, m)
     welcome(s, worker, request, group)
     take_back(s, worker, m)
@@ -352,7 +354,7 @@ def suspect(s: Step, worker: Worker) -> None:
         end_lease(s, lease_id)
     copy = worker.unfinished()
     if copy is not None:
-        copy.prefix = 0
+        forget_prefix(s, copy)
         for lease_id in sorted(copy.leases):
             revoke_lease(s, lease_id, f"{worker.replica}/{worker.shard} is silent while it fills")
 

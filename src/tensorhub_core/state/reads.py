@@ -11,6 +11,15 @@ from tensorhub_core.state.leases import (
     revoke_lease,
     tell_followers,
 )
+from tensorhub_core.state.manifests import (
+    agrees,
+    announced,
+    complete,
+    forget_prefix,
+    may_be_followed,
+    may_be_partial,
+    set_known,
+)
 from tensorhub_core.state.messages import (
     Announce,
     AskSums,
@@ -44,6 +53,7 @@ def filling(s: Step, worker: Worker, request: int, m: Filling) -> None:
     key = current.key
     old, memory = (worker.staged, worker.staging) if staged else (worker.copy, worker.memory)
     if old is not None and old.state is CopyState.FILLING and (old.key, old.memory) == (key, memory):
+        old.converted = old.converted or m.converted
         return s.reply(worker, request, Ok())  # said again, over another connection
     if old is not None and old.state is not CopyState.HELD:
         how = "discard()" if staged else "unpublish()"
@@ -58,7 +68,9 @@ def filling(s: Step, worker: Worker, request: int, m: Filling) -> None:
     copy = take_awaited(s, worker, memory)
     if copy is None:
         copy = new_copy(s, worker, current, memory)
-    copy.state, copy.started_s = CopyState.FILLING, s.now
+    copy.state, copy.started_s, copy.advanced_s = CopyState.FILLING, s.now, s.now
+    copy.converted = copy.converted or m.converted
+    copy.partial = copy.offered and not copy.sums and may_be_partial(worker, memory, ())
     add_copy(s, worker, copy, staged=staged)
     s.reply(worker, request, Ok())
 
@@ -82,10 +94,15 @@ def announce(s: Step, worker: Worker, request: int, m: Announce) -> None:
     s.reply(worker, request, Ok())
     if copy is None or not leases_stand(s, current, worker.shard):
         return
-    copy.done_bytes = max(0, min(m.done_bytes, copy.memory.total_bytes))
+    before, copy.done_bytes = copy.done_bytes, max(0, min(m.done_bytes, copy.memory.total_bytes))
     copy.speed.note(copy.done_bytes, s.now)
-    prefix = min(m.prefix, copy.memory.num_segments)
-    if copy.sums and prefix > copy.prefix:
+    prefix = announced(s, worker, copy, min(m.prefix, copy.memory.num_segments), m.sums)
+    if prefix is None:
+        text = f"{worker.replica}/{worker.shard} announces other checksums than before for what it has verified"
+        return abort(s, s.group(worker), current, CorruptTransfer(text))
+    if copy.done_bytes > before or prefix > copy.prefix:
+        copy.advanced_s = s.now
+    if prefix > copy.prefix:
         copy.prefix = prefix
         tell_followers(s, copy)
 
@@ -162,15 +179,20 @@ def done(s: Step, worker: Worker, request: int, m: Done) -> None:
         if m.converted:
             text += "; they are converted: holders of the version may have published other values in another dtype"
         return abort_for(s, group, worker, request, current, CorruptTransfer(text))
+    if not agrees(s, copy, sums):
+        text = f"{group.replica}/{worker.shard} is done with other checksums than it announced"
+        return abort_for(s, group, worker, request, current, CorruptTransfer(text))
     for lease in (s.state.leases.get(LeaseId(each)) for each in m.corrupt):
         if lease is not None and lease.reader == worker.id:
             source = s.holder(s.state.copies[lease.copy]).replica
             s.log("warning", f"{group.replica}/{worker.shard} got wrong bytes from {source}, and right ones elsewhere")
     joined.done_request, joined.done_sums, joined.orphaned_since_s = request, sums, None
     copy.converted = m.converted
+    if not complete(s, copy, sums):
+        stop_serving(s, copy, "there is no room for its checksums")
     copy.prefix, copy.done_bytes = copy.memory.num_segments, copy.memory.total_bytes
     copy.speed.finish(copy.done_bytes, s.now)
-    if copy.offered and copy.sums:
+    if may_be_followed(copy):
         tell_followers(s, copy)
     over = ended_before(s, group, current)
     if all(k in over or (k in current.joined and current.joined[k].done_request is not None) for k in group.members):
@@ -181,10 +203,15 @@ def discard(s: Step, group: Group, worker: Worker, request: int, current: Round)
     """Tell a reader whose leases did not stand to read again, from fresh sources."""
     copy = worker.filling()
     if copy is not None:
-        copy.prefix = 0
-        for lease_id in sorted(copy.leases):
-            revoke_lease(s, lease_id, "the source reads its bytes again")
+        forget_prefix(s, copy)
+        stop_serving(s, copy, "the source reads its bytes again")
     seek_sources(s, group, worker, request, current, rereads=True)
+
+
+def stop_serving(s: Step, copy: Copy, reason: str) -> None:
+    """End all leases on a copy; their readers are told."""
+    for lease_id in sorted(copy.leases):
+        revoke_lease(s, lease_id, reason)
 
 
 def abort_for(s: Step, group: Group, worker: Worker, request: int, current: Round, error: TensorHubError) -> None:
@@ -202,7 +229,8 @@ def commit(s: Step, group: Group, current: Round) -> None:
         assert copy is not None
         assert joined.done_request is not None
         assert joined.done_sums is not None
-        copy.sums = joined.done_sums
+        copy.sums, copy.partial, copy.content = joined.done_sums, False, ()
+        set_known(s, copy, b"")
         copy.state = CopyState.PUBLISHED if published else CopyState.HELD
         worker.dirty = worker.dirty and current.kind == "stage"
         if published:

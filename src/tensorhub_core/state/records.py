@@ -18,45 +18,9 @@ from tensorhub_core.ids import (
     WorkerId,
 )
 from tensorhub_core.schedule.speed import Speed
+from tensorhub_core.state.constants import MachineConfig as MachineConfig
 from tensorhub_core.state.kept import DrainCount, Keeping
 from tensorhub_core.state.messages import Ended, Failure, Message, NothingNewer
-
-
-@dataclass(frozen=True, slots=True)
-class MachineConfig:
-    """Constants of one server life; times in seconds, limits as bounds that fail closed."""
-
-    server_epoch: int
-    lease_s: float = 5.0
-    heartbeat_s: float = 1.0
-    grace_s: float = 5.0
-    dead_after_s: float = 15.0
-    join_timeout_s: float = 60.0
-    max_workers: int = 20_000
-    max_models: int = 1_000
-    max_streams: int = 256
-    """Streams of one model that are remembered, so that those which are over stay over."""
-    max_shards: int = 65_536
-    max_name_bytes: int = 1_024
-    max_blob_bytes: int = 1 << 30
-    max_deferred: int = 64
-    max_tickets: int = 65_536
-    max_tickets_of_worker: int = 1_024
-    max_tickets_of_lease: int = 8
-    """Questions for checksums of cuts that are open: in all, to one worker, under one lease."""
-    worth_waiting_bytes: int = 16 << 20
-    """A smaller shard is read from a busy holder sooner than from a reader that has yet to begin."""
-    begin_within_s: float = 5.0
-    """A promised reader that has not begun by then is no source any more if there is a better one."""
-    retain: int = 0
-    retain_models: tuple[tuple[str, int], ...] = ()
-    """Newest whole versions of a model that no client's call may lose (law L11), and those of models by name."""
-    kept_versions: int = 64
-    kept_rounds: int = 8
-
-    def retain_of(self, model: ModelName) -> int:
-        """Return how many versions of a model are retained."""
-        return dict(self.retain_models).get(model, self.retain)
 
 
 class CopyState(Enum):
@@ -111,6 +75,14 @@ class Copy:
     """Of an offload copy: the copy in registered memory that it was made of."""
     converted: bool = False
     """Its dtypes are not those of whoever published the version: some reader has converted them."""
+    partial: bool = False
+    """It has no manifest yet, and may be followed nevertheless: its checksums are announced as they are verified."""
+    known: bytes = b""
+    """Of such a copy: the packed checksums of its prefix."""
+    content: tuple[tuple[Digest, Digest], ...] = ()
+    """Layouts and manifests of the copies of another layout that it is derived from."""
+    advanced_s: float = 0.0
+    """When it last came on, or got its sources."""
 
 
 @dataclass(slots=True)
@@ -123,6 +95,8 @@ class Lease:
     round: int
     tickets: set[TicketId] = field(default_factory=set)
     """What its reader has asked its source and not heard yet."""
+    told: int = -1
+    """Of a copy without a manifest: of how many segments its reader was told the checksums."""
 
 
 @dataclass(slots=True)
@@ -167,6 +141,10 @@ class Worker:
     """What the worker said it may still fill with offload copies, as far as it is known."""
     ended: Ended | None = None
     """How its last round ended when it said hello."""
+    announces_sums: bool = False
+    """It announces the checksums of what it derives from other layouts, and follows copies whose holders do."""
+    casts: bool = False
+    """What it derives may be converted to other dtypes."""
     offload_asked: CopyId | None = None
     offload_failed: Message | None = None
     """The copy that the worker was told to offload, and why it could not."""
@@ -380,6 +358,8 @@ class ServerState:
     draining: set[CopyId] = field(default_factory=set)
     offloads: set[CopyId] = field(default_factory=set)
     blob_bytes: int = 0
+    known_bytes: int = 0
+    """Announced checksums of copies without a manifest."""
     ticked_s: float = 0.0
     swept_s: float = 0.0
 

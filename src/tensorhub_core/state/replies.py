@@ -54,7 +54,8 @@ class OffloadKept(Message, frozen=True):
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A leased copy to read from. `prefix` counts the segments that may be read now when it is not `whole` yet.
 
-    `converted`: not in the publisher's dtypes.
+    `converted`: not in the publisher's dtypes. `partial`: there is no manifest yet, so `sums` is empty; `known` packs
+    the checksums of the first segments, and more come with `SourceProgress`.
     """
 
     lease: str
@@ -68,6 +69,8 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     whole: bool = True
     prefix: int = 0
     converted: bool = False
+    partial: bool = False
+    known: bytes = b""
 
 
 class Promise(Message, frozen=True):
@@ -253,11 +256,16 @@ class SourceSlow(Message, frozen=True):
 
 
 class SourceProgress(Message, frozen=True):
-    """A leased source that is still filling has verified more segments, or is whole now."""
+    """A leased source that is still filling has verified more segments, or is whole now.
+
+    Of one that was promised as `partial`, `sums` packs the checksums of the segments from `first` on.
+    """
 
     lease: str
     prefix: int
     whole: bool
+    first: int = 0
+    sums: bytes = b""
 
 
 class SumsWanted(Message, frozen=True):

@@ -48,7 +48,8 @@ class Hello(Message, frozen=True):
     `ended`: how the last round that the worker was in ended, for those who have not heard it (law L6).
     `server_epoch` is the highest epoch of a server it ever heard of: a server of a lower one stops without an answer.
     `offloads` are the offload copies it holds in host memory; `keeper` says that its replica exists to keep versions
-    (law L11).
+    (law L11). `announces_sums`: it announces the checksums of what it derives from other layouts, and follows copies
+    whose holders do. `casts`: what it derives may be converted.
     """
 
     protocol: int
@@ -69,6 +70,8 @@ class Hello(Message, frozen=True):
     keeper: bool = False
     server_epoch: Count = 0
     created: tuple[Count, Count] | None = None
+    announces_sums: bool = False
+    casts: bool = False
 
 
 class Heartbeat(Message, frozen=True):
@@ -197,21 +200,25 @@ class JoinRound(Message, frozen=True):
 class Filling(Message, frozen=True):
     """Say that the plan stands and the worker starts to overwrite its memory (after its old copy was withdrawn).
 
-    In a round of mode `stage` that is the staging memory.
+    In a round of mode `stage` that is the staging memory. `converted` as for `Done`.
     """
 
     round: Count
+    converted: bool = False
 
 
 class Announce(Message, frozen=True):
     """Announce that the first `prefix` segments of the round's copy are verified; others may read them now.
 
-    Readers of another layout announce `prefix=0` and only `done_bytes`, which `tensorhub status` shows.
+    Readers of another layout have no manifest of their own yet: they announce the checksums too. `sums` packs those of
+    the last segments of the prefix, one little-endian u64 each; what came before is said already, or comes again. One
+    whose copy nobody may follow announces `prefix=0` and only `done_bytes`, which `tensorhub status` shows.
     """
 
     round: Count
     prefix: Count
     done_bytes: Count = 0
+    sums: CutChecksums = b""
 
 
 class LeaseFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

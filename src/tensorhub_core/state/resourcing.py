@@ -9,6 +9,14 @@ from __future__ import annotations
 from tensorhub_core.ids import CopyId
 from tensorhub_core.state.context import Step
 from tensorhub_core.state.leases import revoke_lease, source_of
+from tensorhub_core.state.manifests import (
+    content_of,
+    may_be_followed,
+    may_be_partial,
+    set_known,
+    sources_of,
+    still_stands,
+)
 from tensorhub_core.state.messages import Discard, Promise
 from tensorhub_core.state.records import Group, Round, Worker
 from tensorhub_core.state.sourcing import await_copy, choose_among, raw_sums
@@ -78,12 +86,26 @@ def tell_sources(s: Step, worker: Worker, current: Round) -> None:
 
 
 def refresh_sums(s: Step, current: Round, worker: Worker) -> None:
-    """Let a filling copy be verified against its new source; a copy that reads another layout offers no prefix."""
+    """Let a filling copy be verified against its new sources; what it has verified is offered only if it counts there.
+
+    Who follows it and has got nothing yet stays, if there is to be more.
+    """
     copy = worker.unfinished()
     if copy is None:
         return await_copy(s, worker, current)
-    sums = raw_sums(s, current, worker)
-    if sums != copy.sums:
-        copy.sums, copy.prefix = sums, 0
+    if current.kind == "install":
+        return
+    sources = sources_of(s, worker)
+    sums, content = raw_sums(s, current, worker), content_of(sources, copy.memory)
+    stands = still_stands(s, copy, sources, sums, content)
+    untouched = not (copy.sums or copy.prefix)
+    if not (content and content == copy.content):
+        copy.partial = copy.offered and not sums and may_be_partial(worker, copy.memory, content)
+    copy.sums, copy.content = sums, content
+    if not stands or sums:
+        set_known(s, copy, b"")
+    if not stands:
+        copy.prefix = 0
+    if not may_be_followed(copy) or not (stands or untouched):
         for lease_id in sorted(copy.leases):
-            revoke_lease(s, lease_id, "the source itself reads another layout now")
+            revoke_lease(s, lease_id, "the source itself reads from elsewhere now")

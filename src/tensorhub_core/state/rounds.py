@@ -25,7 +25,7 @@ from tensorhub_core.state.messages import (
     RoundAborted,
 )
 from tensorhub_core.state.records import UNFINISHED, CopyState, Group, Joined, ModelState, Round, Worker
-from tensorhub_core.state.resourcing import may_wake, pardon, tell_sources
+from tensorhub_core.state.resourcing import may_wake, pardon, refresh_sums, tell_sources
 from tensorhub_core.state.resuming import (
     begin,
     comes_back,
@@ -35,7 +35,7 @@ from tensorhub_core.state.resuming import (
     out_of_turn,
     passes_over,
 )
-from tensorhub_core.state.sourcing import await_copy, describe_holders, lease_shard
+from tensorhub_core.state.sourcing import describe_holders, lease_shard
 from tensorhub_core.state.versions import (
     current_epoch,
     highest_number,
@@ -137,8 +137,8 @@ def tell_promise(s: Step, worker: Worker, current: Round) -> None:
     assert current.key is not None
     if request is not None:
         sources = tuple(source_of(s, lease) for lease in current.leases.get(worker.shard, []))
+        refresh_sums(s, current, worker)
         s.reply(worker, request, Promise(current.number, *current.key, sources))
-        await_copy(s, worker, current)
 
 
 def settle_round(s: Step, model: ModelState, replica: ReplicaName) -> None:

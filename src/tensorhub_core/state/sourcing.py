@@ -9,7 +9,11 @@ from tensorhub_core.schedule.sources import Candidate, Place, choose_more, choos
 from tensorhub_core.schedule.speed import Speed
 from tensorhub_core.state.context import Step
 from tensorhub_core.state.leases import add_awaited, grant, new_copy_id
+from tensorhub_core.state.manifests import content_of, may_be_followed, may_be_partial, sources_of
 from tensorhub_core.state.records import UNFINISHED, Copy, CopyState, Group, ModelState, Registration, Round, Worker
+
+_SETTLING = 6
+"""How many times as long the last segment may take, which comes when the whole memory was summed."""
 
 
 def place_of(group: Group) -> Place:
@@ -77,16 +81,29 @@ def filling_copies(s: Step, model: ModelState, key: VersionKey, reader: Worker) 
             continue
         for worker in s.members(model.groups[replica]):
             copy = worker.unfinished()
-            if copy is None or copy.key != key or worker.suspected:
+            if copy is None or copy.key != key or worker.suspected or not may_be_followed(copy):
                 continue
-            if copy.offered and copy.sums:
+            if copy.sums or reader.announces_sums:
                 found.append(copy)
     return found
 
 
 def is_late(s: Step, copy: Copy) -> bool:
-    """Tell whether the holder of a promised copy has put off filling it for so long that nobody should wait for it."""
-    return copy.state is CopyState.AWAITED and s.now - copy.started_s >= s.state.config.begin_within_s
+    """Tell whether the holder of a promised copy has put off filling it for so long that nobody should wait for it.
+
+    Or, of one that has no manifest yet, has not come on with it although its sources would let it: to reshard takes
+    more than to copy, and in other places.
+    """
+    if copy.state is CopyState.AWAITED:
+        return s.now - copy.started_s >= s.state.config.begin_within_s
+    left = copy.memory.num_segments - copy.prefix
+    if copy.state is not CopyState.FILLING or copy.sums or not left:
+        return False
+    ahead = [source for source in sources_of(s, s.holder(copy)) if source.state in UNFINISHED]
+    if any(source.prefix <= copy.prefix for source in ahead):
+        return False
+    since_s = max([copy.advanced_s, *(source.advanced_s for source in ahead)])
+    return s.now - since_s >= s.state.config.advance_within_s * (1 if left > 1 else _SETTLING)
 
 
 def held_up(s: Step, copies: Collection[Copy]) -> set[CopyId]:
@@ -158,7 +175,7 @@ def lease_shard(s: Step, group: Group, shard: int, current: Round, promised: boo
     copies = choose_copies(s, group, reader, current, promised)
     current.leases[shard] = [grant(s, group, shard, current.number, copy).id for copy in copies]
     if (unfinished := reader.unfinished()) is not None:
-        unfinished.depth, unfinished.speed = depth_below(copies), Speed()
+        unfinished.depth, unfinished.speed, unfinished.advanced_s = depth_below(copies), Speed(), s.now
     return bool(copies)
 
 
@@ -176,10 +193,12 @@ def new_copy(s: Step, worker: Worker, current: Round, memory: Registration) -> C
     assert current.key is not None
     joined = current.joined[worker.shard]
     offered = joined.offer and joined.prefix and current.kind != "install"
-    sources = [s.state.copies[s.state.leases[i].copy] for i in worker.leases]
+    sources = sources_of(s, worker)
     depth, sums, state = depth_below(sources), raw_sums(s, current, worker), CopyState.AWAITED
     copy = Copy(new_copy_id(s), worker.id, current.key, memory, state, sums, 0, offered, depth, 0, s.now)
     copy.converted = any(source.converted for source in sources)
+    copy.content = content_of(sources, memory)
+    copy.partial = offered and not sums and may_be_partial(worker, memory, copy.content)
     return copy
 
 
@@ -192,7 +211,7 @@ def await_copy(s: Step, worker: Worker, current: Round) -> None:
     if memory is None or current.kind == "install" or worker.unfinished() is not None:
         return
     copy = new_copy(s, worker, current, memory)
-    if copy.offered and copy.sums and memory.total_bytes >= s.state.config.worth_waiting_bytes:
+    if may_be_followed(copy) and memory.total_bytes >= s.state.config.worth_waiting_bytes:
         add_awaited(s, worker, copy)
 
 

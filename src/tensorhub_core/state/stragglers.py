@@ -57,6 +57,8 @@ def tell_queued(s: Step, key: VersionKey, copies: list[Copy]) -> None:
         told.add(source.id)
         whose = s.holder(source).replica
         text = f"{whose} has not begun to fill it for {s.now - source.started_s:.1f} s"
+        if source.state is CopyState.FILLING:
+            text = f"{whose} has not come on with it for {s.now - source.advanced_s:.1f} s"
         s.log("info", f"{reader.replica}/{reader.shard} is sent to another source of version {key[1]}: {text}")
         return s.push(reader, SourceSlow(current.number, next(iter(reader.leases)), text))
 

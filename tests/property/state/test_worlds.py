@@ -52,3 +52,19 @@ def test_random_worlds_lose_no_retained_version(retain: int) -> None:
         happened["released"] += len(world.opinion.released)
     assert min(happened[n] for n in ("kept", "freed", "released", "handed_over")) > 40, f"too quiet: {happened}"
     assert happened["refused"] > 4, f"nobody ever lacked memory: {happened}"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_random_worlds_in_which_readers_reshard_and_follow_each_other_keep_the_laws(
+    shape: tuple[int, int, int],
+) -> None:
+    readers, shards, trainers = shape
+    commits = followed = 0
+    for seed in range(40):
+        world = World(seed, readers + 1, shards, trainers, stages=seed % 4 == 0, reshards=True)
+        for _ in range(1_000):
+            world.advance()
+        commits += world.commits
+        followed += world.resharding.followed
+    assert commits > 40, "the worlds were too quiet to mean anything"
+    assert followed > 40, "hardly anybody followed who still reshards"
