@@ -118,7 +118,7 @@ def any_message(chance: random.Random, kind: type, state: ServerState, name: str
 def test_nonsense_neither_raises_nor_breaks_a_law() -> None:
     heard: collections.Counter[str] = collections.Counter()
     staged = 0
-    for seed in range(60):
+    for seed in range(150):
         chance, now = random.Random(seed), 0.0
         state = ServerState.new(MachineConfig(server_epoch=1, retain=seed % 3), now)
         sessions = [SessionId(b"s%d" % k) for k in range(4)]
