@@ -27,7 +27,7 @@ class Replica:
         self.chance = random.Random(f"{seed}/{name}")
         self.slots = [Slot(name, shard, num_shards, stream) for shard in range(num_shards)]
         cluster.by_replica[name] = self.slots
-        self.calm = self.resting = False
+        self.calm = self.resting = self.playing = False
         for slot in self.slots:
             cluster.boot(slot)
 
@@ -139,6 +139,7 @@ class Reader(Replica):
 
     def play(self) -> None:
         """Follow until all is calm, then go on until the last version is there."""
+        self.playing = True
         while not self.calm:
             if self.ready():
                 draw = self.chance.random()
@@ -153,9 +154,12 @@ class Reader(Replica):
                 else:
                     self.wait()
             self.pause(0.0, 1.0)
+        self.playing = False
 
     def settle(self, number: int, until_s: float) -> None:
         """Go on until every shard holds the last version."""
+        # An update between a stage() and its install() would make that one a mistake of this world's own.
+        self.cluster.await_that(lambda: not self.playing, until_s - self.cluster.now)
         tries = 0
         while not self.holds(number):
             if self.cluster.now >= until_s:
