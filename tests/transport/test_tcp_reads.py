@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
 
 from tensorhub_core.errors import TransportError
+from tensorhub_core.transport import tcp_waiting
 from tensorhub_core.transport.base import ReadState, Region
 from tensorhub_core.transport.tcp import TcpTransport
 from tensorhub_core.transport.tcp_addresses import listen
+from tensorhub_core.transport.tcp_reading import TcpConnection
 from tensorhub_core.transport.tcp_wire import Endpoint, TcpOffer
 from tests.transport.lab import SENTINEL, batch
 from tests.transport.tcp_sides import MIB, Side, described, offer_of, seeded
@@ -68,6 +70,24 @@ def test_addresses_are_tried_together_and_named_if_all_fail(sides: Callable[...,
     elsewhere = TcpOffer(offer.secret, None, tuple(e for e in offer.endpoints if e.loopback), offer.regions)
     with pytest.raises(TransportError, match="own machine only"):
         sides(16).transport.attach(described(agent, elsewhere))
+
+
+def test_a_pause_of_the_reader_while_it_connects_is_no_silence_of_the_peer(
+    sides: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving, side = sides(4096, seed=12), sides(4096)
+    waits, wait = [0], tcp_waiting._wait
+
+    def paused(connections: Sequence[TcpConnection], timeout_s: float) -> None:
+        waits[0] += 1
+        if waits[0] <= 2:
+            time.sleep(1.2)  # more than it may take to connect
+        wait(connections, timeout_s)
+
+    monkeypatch.setattr(tcp_waiting, "_wait", paused)
+    peer = side.transport.attach(serving.transport.describe())
+    assert np.array_equal(side.read(peer, serving.at, 4096), serving.memory)
+    assert waits[0] >= 2
 
 
 def test_more_regions_change_no_address_and_interrupt_nobody(sides: Callable[..., Side]) -> None:

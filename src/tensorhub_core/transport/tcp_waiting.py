@@ -19,26 +19,44 @@ def connect_first(
 ) -> TcpConnection:
     """Return the first open connection to an agent, from the first group of endpoints that has one.
 
-    Raises TransportError, which names what was tried, after `timeout_s` at the latest.
+    Raises TransportError, which names what was tried, when `timeout_s` has been waited; pauses of this process do not
+    count.
     """
-    end = clock.now() + timeout_s
+    waiting = _Waiting(clock, timeout_s)
     failures: list[str] = []
     for group in groups:
-        found = _first_open(group, agent, secret, clock, end, failures)
+        found = _first_open(group, agent, secret, clock, waiting, failures)
         if found is not None:
             return found
     tried = "; ".join(failures) or "it can be reached from its own machine only"
     raise TransportError(f"the source {agent!r} cannot be reached: {tried}")
 
 
+class _Waiting:
+    """The time that is left to wait for a peer."""
+
+    def __init__(self, clock: Clock, timeout_s: float) -> None:
+        self._clock = clock
+        self.left_s = timeout_s
+
+    def wait(self, connections: Sequence[TcpConnection]) -> None:
+        """Wait until one of them can be driven on, and count that time.
+
+        When this process did not run meanwhile, what has come lies there unseen: that is no silence of the peer's.
+        """
+        began = self._clock.now()
+        _wait(connections, min(_SELECT_S, self.left_s))
+        self.left_s = max(0.0, self.left_s - min(self._clock.now() - began, 2 * _SELECT_S))
+
+
 def _first_open(
-    group: Sequence[Endpoint], agent: str, secret: bytes, clock: Clock, end: float, failures: list[str]
+    group: Sequence[Endpoint], agent: str, secret: bytes, clock: Clock, waiting: _Waiting, failures: list[str]
 ) -> TcpConnection | None:
-    left_s = max(0.0, end - clock.now())
+    timeout_s = waiting.left_s
     trying: list[TcpConnection] = []
     try:
         for endpoint in group:
-            trying.append(TcpConnection(endpoint, agent, secret, clock, left_s))
+            trying.append(TcpConnection(endpoint, agent, secret, clock, timeout_s))
         while trying:
             opened = next((connection for connection in trying if connection.opened), None)
             if opened is not None:
@@ -47,11 +65,11 @@ def _first_open(
             for connection in [connection for connection in trying if connection.closed]:
                 failures.append(f"{connection.endpoint}: {connection.error}")
                 trying.remove(connection)
-            _wait(trying, min(_SELECT_S, max(0.0, end - clock.now())))
+            waiting.wait(trying)
             for connection in trying:
                 connection.drive()
-                if clock.now() >= end and not connection.opened:
-                    connection.fail(f"no answer within {left_s:.1f} s")
+                if not waiting.left_s and not connection.opened:
+                    connection.fail(f"no answer within {timeout_s:.1f} s")
     finally:
         for connection in trying:
             connection.fail("another address was faster")
