@@ -18,6 +18,32 @@ T = TypeVar("T")
 _LOOK_EVERY_S = 1.0
 
 
+class Bell:
+    """Wakes one thread that waits for something.
+
+    Where an interruption ends a wait, a condition may keep its lock, or let go of it twice and hide what happened.
+    """
+
+    def __init__(self) -> None:
+        self._rung: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def ring(self) -> None:
+        """Have the waiting thread look again, or the next one that waits; call it after what it waits for is so."""
+        if self._rung.empty():
+            self._rung.put(None)
+
+    def wait_for(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until something is so and return True, or False after `timeout_s`. Under no lock."""
+        end = time.monotonic() + timeout_s
+        while not ready():
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                return False
+            with contextlib.suppress(queue.Empty):
+                self._rung.get(timeout=left_s)
+        return True
+
+
 class Awaited(Generic[T]):
     """An answer that one thread gives, once, and others wait for."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from tensorhub_core.client.awaiting import Bell
 from tensorhub_core.client.driver import RoundDriver
 from tensorhub_core.client.resources import Resources
 from tensorhub_core.client.rounds import Broken
@@ -18,7 +19,7 @@ class Mailbox:
     def __init__(self, counters: WorkerCounters) -> None:
         self.counters = counters
         self._lock = threading.RLock()  # entered in one step: no interruption leaves it held
-        self._changed = threading.Condition(self._lock)
+        self._changed = Bell()
         self._driver: RoundDriver | None = None
         self._welcome: tuple[Welcome, int] | None = None
         self.over: TensorHubError | None = None
@@ -40,9 +41,9 @@ class Mailbox:
         with self._lock:
             self.counters.reconnects += 1
             self._welcome = (welcome, life)
-            self._changed.notify_all()
             if self._driver is not None:
                 self._driver.on_reopened(welcome, life)
+        self._changed.ring()
 
     def on_over(self, error: TensorHubError) -> None:
         """Remember why the session ended and end the round in flight."""
@@ -50,6 +51,7 @@ class Mailbox:
             self.over = error
             if self._driver is not None:
                 self._driver.post(Broken(error))
+        self._changed.ring()
 
     def welcomed(self, welcome: Welcome) -> None:
         """Note the first welcome."""
@@ -64,8 +66,7 @@ class Mailbox:
 
     def wait_for_welcome(self, life: int, timeout_s: float) -> None:
         """Wait until a welcome after that of `life` has come, or the session is over, or the time."""
-        with self._lock:
-            self._changed.wait_for(lambda: self.over is not None or self.newest()[1] != life, timeout_s)
+        self._changed.wait_for(lambda: self.over is not None or self.newest()[1] != life, timeout_s)
 
     def attach(self, driver: RoundDriver) -> None:
         """Pass everything on to a round from now on, also what it has just missed."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorhub_core.client.awaiting import Bell
 from tensorhub_core.client.memory import RegisteredMemory
 from tensorhub_core.client.portions import Portion, arena_bytes, cut_portions
 from tensorhub_core.client.runner import StagedVersion
@@ -73,6 +74,8 @@ class Passage:
         self.memory = PassingMemory(whole, self._arena)
         self._lock = threading.RLock()  # entered in one step: no interruption leaves it held
         self._changed = threading.Condition(self._lock)
+        self._passed = Bell()
+        """Rung for who uses the portions."""
         self._rooms: dict[int, tuple[int, int]] = {}
         """(begin, end) of the rooms that are taken, by ticket."""
         self._tickets = 0
@@ -160,7 +163,7 @@ class Passage:
         with self._lock:
             self._ready.append(_Passed(self.portion, self._ticket))
             self._at, self._ticket = self._at + 1, 0
-            self._changed.notify_all()
+        self._passed.ring()
 
     def start_over(self) -> None:
         """Begin again with the first portion; whoever uses them hears of it at the next one."""
@@ -172,6 +175,7 @@ class Passage:
             self._life += 1
             self._reset()
             self._changed.notify_all()
+        self._passed.ring()
 
     def on_given_up(self, tell: Callable[[BaseException], None]) -> None:
         """Have `tell(error)` called, on the using thread, when that gives up."""
@@ -184,7 +188,7 @@ class Passage:
         """Note the end of the round: the version, all of which has passed or is held already, or what broke it."""
         with self._lock:
             self._end = end
-            self._changed.notify_all()
+        self._passed.ring()
 
     def _free_room(self) -> tuple[int, int] | None:
         size = self.portion.room_bytes
@@ -206,8 +210,8 @@ class Passage:
 
     def wait_begun(self, timeout_s: float) -> bool:
         """Wait for the first portion; False: the version is held already. Raises what broke the round before."""
+        self._wait(lambda: bool(self._ready) or self._end is not None, timeout_s)
         with self._lock:
-            self._wait(lambda: bool(self._ready) or self._end is not None, timeout_s)
             if isinstance(self._end, BaseException):
                 raise self._end
             return self._end is None or self._end.sums is not None
@@ -233,8 +237,8 @@ class Passage:
 
     def wait_end(self, life: int, timeout_s: float) -> StagedVersion:
         """Wait for the end of the round and return the version; raises StartOver or what broke the round."""
+        self._wait(lambda: self._end is not None or self._life != life, timeout_s)
         with self._lock:
-            self._wait(lambda: self._end is not None or self._life != life, timeout_s)
             return self._checked(life)
 
     def give_up(self, error: BaseException) -> None:
@@ -247,14 +251,14 @@ class Passage:
             tell(error)
 
     def _next(self, life: int, timeout_s: float) -> _Passed:
+        self._wait(lambda: bool(self._ready) or self._life != life or self._end is not None, timeout_s)
         with self._lock:
-            self._wait(lambda: bool(self._ready) or self._life != life or self._end is not None, timeout_s)
             if self._life != life or not self._ready or isinstance(self._end, BaseException):
                 self._checked(life)
             return self._ready.popleft()
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        if not self._changed.wait_for(condition, timeout_s):
+        if not self._passed.wait_for(condition, timeout_s):
             raise DeadlineExceeded(f"nothing more of the version came within {timeout_s:g} s")
 
     def _checked(self, life: int) -> StagedVersion:

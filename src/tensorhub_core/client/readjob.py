@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorhub_core.client.awaiting import Bell
 from tensorhub_core.client.reading import Destination, ReadObserver, ReadOutcome, SourceAccess
 from tensorhub_core.client.transfers import Schedule
 from tensorhub_core.client.verifier import Checked, Checker
@@ -45,6 +46,7 @@ class ReadJob:
         self._allowed = [source.prefix for source in sources]
         self._lost: dict[int, tuple[str, str]] = {}
         self._checked: list[Checked] = []
+        self._over = Bell()
         self._outcome: ReadOutcome | None = None
         self._error: Exception | None = None
 
@@ -86,8 +88,8 @@ class ReadJob:
         Raises what broke the job if that was neither a source nor the worker: the destination is then no safer than
         the error says.
         """
+        self._over.wait_for(lambda: self._outcome is not None or self._error is not None, timeout_s)
         with self._lock:
-            self.changed.wait_for(lambda: self._outcome is not None or self._error is not None, timeout_s)
             if self._error is not None:
                 raise self._error
             return self._outcome
@@ -152,4 +154,4 @@ class ReadJob:
         """Deliver the end."""
         with self._lock:
             self._outcome, self._error = outcome, error
-            self.changed.notify_all()
+        self._over.ring()

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from tensorhub_core.client.awaiting import Bell
 from tensorhub_core.client.piecewise_round import PassingVersion, PieceReader
 from tensorhub_core.client.tensors import RawTensor
 from tensorhub_core.client.versions import Version
@@ -142,6 +143,8 @@ class Fetch:
         self._fetch, self._patience_s = fetch, patience_s
         self._lock = threading.RLock()  # entered in one step: no interruption leaves it held
         self._changed = threading.Condition(self._lock)
+        self._asked = Bell()
+        """Rung for the engine's thread."""
         self._question: Callable[[], None] | None = None
         self._answers: list[Exception | None] = []
         self._found: Waiting | None = None
@@ -154,8 +157,8 @@ class Fetch:
 
         Never waits long while a question is there.
         """
+        self._asked.wait_for(lambda: self._over or self._question is not None, timeout_s)
         with self._lock:
-            self._changed.wait_for(lambda: self._over or self._question is not None, timeout_s)
             question, self._question = self._question, None
         if question is not None:
             answer = None
@@ -172,7 +175,7 @@ class Fetch:
         """Have the engine's thread run `question`, at its next look at this; raises what it raised. Fetching thread."""
         with self._lock:
             self._question = question
-            self._changed.notify_all()
+            self._asked.ring()
             if not self._changed.wait_for(lambda: self._answers or self._dropped, self._patience_s) or self._dropped:
                 self._question = None
                 raise DeadlineExceeded("the engine's thread did not look at what is staged in time")
@@ -210,7 +213,7 @@ class Fetch:
             if not self._dropped:
                 self._found, found = found, None
             self._over = True
-            self._changed.notify_all()
+        self._asked.ring()
         _discard(found)
 
 

@@ -171,7 +171,7 @@ def test_an_interrupted_wait_keeps_no_lock_from_other_threads(
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        for _ in range(100):
+        for _ in range(300):
             wait, give = kind()
             with contextlib.suppress(Interruption):
                 armed = True
