@@ -7,7 +7,6 @@ ever: the session's thread would then stop at the answer.
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -21,26 +20,27 @@ _LOOK_EVERY_S = 1.0
 class Bell:
     """Wakes one thread that waits for something.
 
-    Where an interruption ends a wait, a condition may keep its lock, or let go of it twice and hide what happened.
+    Where an interruption ends a wait, a condition may keep its lock, or let go of it twice and hide what happened. And
+    `SimpleQueue.get(timeout=...)` of CPython 3.11 may wait for ever if its time passes before it begins to wait.
     """
 
     def __init__(self) -> None:
-        self._rung: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._silent = threading.Lock()
+        self._silent.acquire()
 
     def ring(self) -> None:
         """Have the waiting thread look again, or the next one that waits; call it after what it waits for is so."""
-        if self._rung.empty():
-            self._rung.put(None)
+        with contextlib.suppress(RuntimeError):  # it rings already
+            self._silent.release()
 
-    def wait_for(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+    def wait_for(self, ready: Callable[[], object], timeout_s: float) -> bool:
         """Wait until something is so and return True, or False after `timeout_s`. Under no lock."""
         end = time.monotonic() + timeout_s
         while not ready():
             left_s = end - time.monotonic()
             if left_s <= 0:
                 return False
-            with contextlib.suppress(queue.Empty):
-                self._rung.get(timeout=left_s)
+            self._silent.acquire(timeout=min(left_s, _LOOK_EVERY_S))
         return True
 
 
@@ -49,7 +49,7 @@ class Awaited(Generic[T]):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._given: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._given = Bell()
         self._callbacks: list[Callable[[Awaited[T]], None]] = []
         self._value: list[T] = []
         self._error: BaseException | None = None
@@ -72,14 +72,10 @@ class Awaited(Generic[T]):
 
     def result(self, timeout_s: float | None = None) -> T:
         """Wait for it and return it; raises FutureTimeout after `timeout_s` (None: never), or the error given."""
-        end = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self.done():
-            left_s = _LOOK_EVERY_S if end is None else min(_LOOK_EVERY_S, end - time.monotonic())
-            if left_s <= 0:
+        while not self._given.wait_for(self.done, _LOOK_EVERY_S if timeout_s is None else timeout_s):
+            if timeout_s is not None:
                 raise FutureTimeout
-            with contextlib.suppress(queue.Empty):
-                self._given.get(timeout=left_s)
-                self._given.put(None)  # for others who wait
+        self._given.ring()  # for others who wait
         if self._error is not None:
             raise self._error
         return self._value[0]
@@ -94,6 +90,6 @@ class Awaited(Generic[T]):
             callback(self)
 
     def _tell(self) -> None:
-        self._given.put(None)
+        self._given.ring()
         for callback in self._callbacks:
             callback(self)

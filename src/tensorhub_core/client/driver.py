@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import queue
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +14,7 @@ from numpy.typing import NDArray
 
 from tensorhub_core.client.access import SourceBook, SourceFault
 from tensorhub_core.client.asking import Asker
+from tensorhub_core.client.awaiting import Bell
 from tensorhub_core.client.exactness import WHOLE_SEGMENTS, Exactness, carried_over
 from tensorhub_core.client.machine import step
 from tensorhub_core.client.memory import FilledMemory
@@ -110,7 +109,8 @@ class RoundDriver:
         self._state, self._parts, self._deadline = state, parts, deadline
         self.life = life
         """The life of the session that the round's requests and its number belong to; one that ends keeps its own."""
-        self._inbox: queue.SimpleQueue[tuple[Event, int]] = queue.SimpleQueue()
+        self._inbox: deque[tuple[Event, int]] = deque()
+        self._heard = Bell()
         self._effects: deque[Effect] = deque()
         self._progress = ReadProgress(progress, lambda error: self.post(Broken(error)))
         self._accesses: list[SourceAccess] = []
@@ -137,7 +137,8 @@ class RoundDriver:
 
     def post(self, event: Event, life: int = 0) -> None:
         """Hand an event to the round; `life` goes with `Reopened`."""
-        self._inbox.put((event, life))
+        self._inbox.append((event, life))
+        self._heard.ring()
 
     def on_push(self, message: Reply) -> None:
         """Hand a push of the server to the round."""
@@ -170,10 +171,8 @@ class RoundDriver:
         """Wait for the next event."""
         while True:
             orphan = self._state.running and self._handle is None
-            with contextlib.suppress(queue.Empty):
-                if orphan or self._handle is not None:
-                    return self._inbox.get_nowait()
-                return self._inbox.get(timeout=_IDLE_S)
+            if self._heard.wait_for(lambda: self._inbox, 0.0 if orphan or self._handle is not None else _IDLE_S):
+                return self._inbox.popleft()
             if orphan:  # the job could not be started, or the caller was interrupted before
                 return ReadEnded(ReadOutcome(ReadEnd.CANCELLED, np.zeros(0, np.bool_), 0)), 0
             due_s = self._state.deadline_s if self._state.give_up_s is None else self._state.give_up_s

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorhub_core.client.awaiting import Bell
 from tensorhub_core.client.device import fill_device
 from tensorhub_core.client.driver import RoundDriver, RoundParts
 from tensorhub_core.client.memory import RegisteredMemory
@@ -87,7 +87,7 @@ class LocalCopy:
         self._error: BaseException | None = None
         self._copied_bytes = 0
         self._counting = threading.Lock()
-        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._ended = Bell()
         self._outcome: ReadOutcome | None = None
         start_thread(threading.Thread(target=self._lead, name="tensorhub-install", daemon=True))
 
@@ -106,9 +106,7 @@ class LocalCopy:
 
     def wait(self, timeout_s: float) -> ReadOutcome | None:
         """Return the outcome, or None if the copy still runs after `timeout_s`; raises what broke it."""
-        if self._outcome is None:
-            with contextlib.suppress(queue.Empty):
-                self._ended.get(timeout=timeout_s)
+        self._ended.wait_for(lambda: self._outcome is not None, timeout_s)
         if self._outcome is not None and self._error is not None:
             raise self._error
         return self._outcome
@@ -128,7 +126,7 @@ class LocalCopy:
             self._observer.on_progress(0, self._copies.total_bytes, self._copies.total_bytes, "")
         end = ReadEnd.VERIFIED if complete else ReadEnd.CANCELLED
         self._outcome = ReadOutcome(end, np.zeros(0, np.bool_), self._copies.total_bytes if complete else 0)
-        self._ended.put(None)
+        self._ended.ring()
 
     def _copy(self, leads: bool = False) -> None:
         """Copy until nothing is left; the thread that leads also fills devices and reports."""
