@@ -14,10 +14,10 @@ from bench.netns import Host
 from bench.remote import Remote
 
 LEASE_S = 1.5
-TOTAL_BYTES = 16 << 20
+TOTAL_BYTES = 24 << 20
 COUNT = 40
 RATE_MBIT = 100
-"""A read takes about 1.4 s, so that half of it is well before its end."""
+"""A read takes about 2 s, so that half of it is well before its end, also for who hears of it late."""
 SETTINGS = {"segment_bytes": 256 << 10, "window": 4, "stall_s": 1.0, "close_timeout_s": 1.0, "call_timeout_s": 60.0}
 
 
