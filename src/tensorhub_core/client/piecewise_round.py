@@ -22,7 +22,7 @@ from tensorhub_core.client.moves import LEAVE_GRACE_S, STOP_GRACE_S, lease_of
 from tensorhub_core.client.piecewise import Passage, StartOver
 from tensorhub_core.client.progress import CheckCallback, ProgressCallback, ReadProgress
 from tensorhub_core.client.reading import ReadEnd, ReadHandle, ReadOutcome, SourceAccess
-from tensorhub_core.client.rounds import Broken, RoundState
+from tensorhub_core.client.rounds import Broken, Phase, RoundState
 from tensorhub_core.client.tensors import RawTensor
 from tensorhub_core.client.versions import Version, wanted
 from tensorhub_core.client.worker import Worker
@@ -149,6 +149,8 @@ class PiecewiseDriver(RoundDriver):
         outcome = super()._wait(handle)
         if outcome is None or outcome.end is not ReadEnd.VERIFIED or self._passage.complete:
             return outcome
+        if self._state.phase in (Phase.STOPPING, Phase.LEAVING):
+            return _over(ReadEnd.CANCELLED)  # it was to stop when this portion's read had just ended
         self._note(outcome)
         self._of_all.before_bytes += self._passage.table.total_bytes
         self._passage.pass_on()
