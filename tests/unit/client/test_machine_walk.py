@@ -289,7 +289,7 @@ def walk(mode: Mode, had_copy: bool) -> tuple[int, set[tuple[str, bool, bool, bo
     return len(seen), ends
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("mode", "had_copy"),
     [("update", True), ("replicate", False), ("stage", False), ("install", True), ("install", False)],
