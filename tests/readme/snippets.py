@@ -138,11 +138,14 @@ def _run_until_right(step: Step, folder: Path, environment: dict[str, str], outp
     """Run a step until it prints what it should: it may show a state that is about to be reached."""
     while True:
         with started(step.script, folder, environment, output) as process:
-            code = process.wait(timeout=max(0.1, deadline - time.monotonic()))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(0.1, deadline - time.monotonic()))
+            code = process.poll()
         printed = output.read_text(errors="replace")
         missing = missing_lines(step.expected, printed)
         if code == 0 and not missing:
             return
-        assert code == 0, f"exit code {code}: {step.script}\n{printed}"
-        assert time.monotonic() < deadline, f"not printed by {step.script}: {missing}\n{printed}"
+        assert not code, f"exit code {code}: {step.script}\n{printed}"
+        why = "not done" if code is None else "not printed by"
+        assert time.monotonic() < deadline, f"{why} {step.script}: {missing}\n{printed}"
         time.sleep(_POLL_S)

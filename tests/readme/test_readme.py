@@ -75,19 +75,20 @@ def test_tables_are_compared_whatever_their_widths() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "why"),
+    ("step", "why", "limit_s"),
     [
-        (Step("echo said so; false; echo never", False), "exit code 1"),
-        (Step("echo other", False, ["this"]), "not printed by"),
-        (Step("echo other", True, ["this"]), "it ended"),
-        (Step("echo other; sleep 60", True, ["this"]), "too late"),
+        (Step("echo said so; false; echo never", False), "exit code 1", LIMIT_S),
+        (Step("echo other", False, ["this"]), "not printed by", 1.5),
+        (Step("echo this; sleep 60", False, ["this"]), "not done", 1.5),
+        (Step("echo other", True, ["this"]), "it ended", LIMIT_S),
+        (Step("echo other; sleep 60", True, ["this"]), "too late", 1.5),
     ],
 )
 def test_a_step_that_does_not_do_as_shown_fails(
-    step: Step, why: str, tmp_path: Path, environment: dict[str, str]
+    step: Step, why: str, limit_s: float, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     with pytest.raises(AssertionError, match=why):
-        play(Page(steps=[step]), tmp_path, environment, limit_s=1.5)
+        play(Page(steps=[step]), tmp_path, environment, limit_s)
 
 
 def test_steps_run_side_by_side_and_nothing_stays(tmp_path: Path, environment: dict[str, str]) -> None:

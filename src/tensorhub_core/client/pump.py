@@ -160,15 +160,20 @@ class Pump:
     # --- posting ----------------------------------------------------------------------------------------------------
 
     def _fill(self) -> bool:
-        """Post batches as long as there is room, one of each source in turn; returns whether any was."""
+        """Post batches as long as there is room, one of each source in turn; returns whether any was.
+
+        A read that was begun goes on whatever the room: only when all of it has landed is it verified and makes room.
+        """
         any_posted = posted = False
         window = 2 * self._settings.window
         most_bytes = len(self._lanes) * window * self._settings.chunk_bytes
         while True:
             for lane in self._lanes.all:
-                if not self._backlog or self._checking >= window or self._unverified_bytes >= most_bytes:
+                if not self._backlog:
                     return any_posted
-                part = None if lane.left else self._next_part(lane)
+                full = self._checking >= window or self._unverified_bytes >= most_bytes
+                waits = lane.left or (full and not self._backlog.is_half(lane.source))
+                part = None if waits else self._next_part(lane)
                 if part is not None:
                     self._post(lane, part)
                     any_posted = posted = True

@@ -162,7 +162,7 @@ class _Stage:
         def report(done: int, total: int, source: str) -> None:
             self.say({"event": [handle, done, total, source]})
             if hold and done < total // 2:
-                time.sleep(0.13)  # so long that the next step is reported too
+                time.sleep(0.03)
             elif hold:
                 self._go.wait(60)
 
@@ -245,10 +245,13 @@ def act(connection: Connection, environment: dict[str, str]) -> None:
     """Carry commands out until no more come; in the actor's process."""
     import torch
 
+    from tests.processes.client.steps import read_in_small_steps
+
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
     torch.set_num_threads(1)
+    read_in_small_steps()
     stage = _Stage(connection)
     with suppress(EOFError):
         while True:

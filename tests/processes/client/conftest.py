@@ -12,6 +12,7 @@ from tensorhub_core import Worker, connect, serve
 from tensorhub_core.server.serving import Server
 from tests.processes.client.actor import Actor
 from tests.processes.client.samples import Tensors, blank, make
+from tests.processes.client.steps import read_in_small_steps
 
 LEASE_S = 1.0
 QUICK = {"call_timeout_s": 40, "close_timeout_s": 2, "handover_s": 0.5}
@@ -40,6 +41,12 @@ def other() -> Iterator[Actor]:
 def model(request: pytest.FixtureRequest) -> str:
     """Return a model's name that no other test uses; nothing is retained of a `LOSSY` one."""
     return f"{getattr(request, 'param', 'model')} {next(_models)}"
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this test's workers read so that a brake at half holds with nearly half missing, on any machine."""
+    read_in_small_steps(monkeypatch.setattr)
 
 
 class Hub:

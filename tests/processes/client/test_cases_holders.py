@@ -17,7 +17,7 @@ from tests.processes.client.conftest import LEASE_S, Hub, nothing_retained
 from tests.processes.client.samples import Tensors, blank, digest, make, same
 from tests.processes.client.test_faults import BY, KILLED, NIXL, SMALL, STOPPED, Brake, each_way, in_background
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("small_steps")]
 MIB = 24
 TOTAL_BYTES = sum(tensor.nbytes for tensor in make("plain", 1, mib=MIB).values())
 

@@ -14,7 +14,7 @@ from tests.processes.client.conftest import Hub, nothing_retained
 from tests.processes.client.samples import make, same
 from tests.processes.client.test_faults import MIB, SMALL, Brake, in_background
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("small_steps")]
 
 
 def heard_by(sources: set[str]) -> Callable[[int, int, str], None]:

@@ -20,7 +20,7 @@ from tests.processes.client.samples import Tensors, blank, make, same
 from tests.processes.client.test_faults import MIB, NIXL, Brake, in_background
 from tests.processes.client.test_restart import until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("small_steps")]
 TRAINER = {"segment_bytes": 1 << 20, "window": 2, "stall_s": 2.0}
 ENGINE = {**TRAINER, "segment_bytes": 256 << 10}
 """Segments of another size are another layout: every one of the trainer's fills several of an engine's."""

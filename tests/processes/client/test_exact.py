@@ -20,7 +20,7 @@ from tests.processes.client.conftest import Hub
 from tests.processes.client.samples import Tensors, make
 from tests.processes.client.test_faults import MIB, Brake, in_background
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("small_steps")]
 EXACT = {"segment_bytes": 1 << 18, "min_run_bytes": 1024, "stall_s": 10.0}
 QUICK = {**EXACT, "stall_s": 1.0}
 SLOW_READS = {**QUICK, "segment_bytes": 1 << 16, "window": 1, "transport": "tcp"}

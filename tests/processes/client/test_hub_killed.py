@@ -17,7 +17,7 @@ from tests.processes.client.samples import Tensors, blank, make, same
 from tests.processes.client.test_cases_holders import MIB, TOTAL_BYTES, until
 from tests.processes.client.test_faults import BY, SMALL, Brake, in_background
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("small_steps")]
 LEASE_S = 1.0
 
 

@@ -14,7 +14,7 @@ from tests.processes.client.conftest import Hub
 from tests.processes.client.samples import digest, make, same
 from tests.processes.client.test_faults import BY, MIB, Brake, each_way, in_background
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("small_steps")]
 LEASE_S = 2.0
 PAUSES_S = [0.6 * LEASE_S, 1.6 * LEASE_S]
 """Within a lease, and past it but before the worker is buried (at three leases)."""

@@ -16,7 +16,7 @@ from tensorhub_core.server.embedded import read_record
 from tests.processes.client.samples import Tensors, blank, make, same
 from tests.processes.client.test_faults import MIB, SMALL, Brake, each_way
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("small_steps")]
 
 
 def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:

@@ -18,7 +18,7 @@ from tests.processes.client.conftest import Hub
 from tests.processes.client.samples import make, same
 from tests.processes.client.test_faults import MIB, SMALL, Brake, in_background
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("small_steps")]
 PATIENT = {**SMALL, "stall_s": 30.0}
 """Stalls are noticed so late that nothing but the comparison of sources can save a read from a slow one in time."""
 

@@ -15,7 +15,7 @@ from tests.processes.client.conftest import Hub
 from tests.processes.client.samples import Tensors, blank, digest, make, same
 from tests.processes.client.test_faults import BY, MIB, SMALL, Brake, each_way, in_background
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("small_steps")]
 
 
 def trains(actor: Actor, handle: str, version: int, seed: int, mib: int = MIB) -> None:

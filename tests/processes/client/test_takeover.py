@@ -21,7 +21,7 @@ from tests.processes.client.test_hub_killed import everybody_is_back
 from tests.processes.server.raw import eventually
 from tests.processes.server.standby import Candidate, Candidates, candidates
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("small_steps")]
 SHARDS = 2
 MIB = 24
 

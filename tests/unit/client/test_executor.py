@@ -58,6 +58,29 @@ def test_windows_batches_and_chunks_are_bounded(worlds: list[World]) -> None:
     assert sum(int(batch.length_bytes.sum()) for batch in world.counting.batches) == world.source.memory.total_bytes
 
 
+@pytest.mark.parametrize("columns", [slice(0, 256), slice(128, 256)], ids=["in place", "staged"])
+@pytest.mark.parametrize("sources", [1, 2])
+@pytest.mark.parametrize("window", [1, 2, 4])
+def test_a_segment_larger_than_all_that_may_wait_for_verification_is_read(
+    window: int, sources: int, columns: slice
+) -> None:
+    """A holder chooses the size of its segments, a reader its window: neither knows of the other."""
+    network, truth = Network(), model(5, {"w": (200, 256), "x": (64, 256)})
+    counting = Counting(MemoryTransport(network.network))
+    holders = [network.holder({n: t.copy() for n, t in truth.items()}, segment_bytes=96 << 10) for _ in range(sources)]
+    wanted = {name: np.ascontiguousarray(tensor[:, columns]) for name, tensor in truth.items()}
+    boxes = {name: [Box(name, (0, columns.start), tensor.shape, (0, 0))] for name, tensor in wanted.items()}
+    destination = network.holder(empty_like(wanted), boxes=boxes, transport=counting)
+    executor = ReadExecutor(counting, flow=FlowSettings(chunk_bytes=4096, most_chunk_bytes=4096, window=window))
+    accesses = [holder.access(str(number)) for number, holder in enumerate(holders)]
+    raw = columns.start == 0
+    plan = plan_read(destination.memory.layout, [each.layout for each in (accesses if raw else accesses[:1])])
+    outcome = end_of(executor.start(plan, accesses if raw else accesses[:1], destination.destination(), None, Record()))
+    executor.close()
+    assert outcome.end is ReadEnd.VERIFIED
+    assert destination.holds(wanted)
+
+
 def test_many_small_tensors_share_batches_and_neighbours_share_runs(worlds: list[World]) -> None:
     network = Network()
     flat = np.random.default_rng(3).integers(0, 256, 64 * 3000, np.uint8)
