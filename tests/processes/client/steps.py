@@ -1,7 +1,7 @@
 """Reads in small steps, each of which is reported: at half, nearly half of a version has not even been asked for.
 
-Else it depends on the machine: while a callback sleeps or the verifying thread waits for a core, what is in flight lands,
-ever more is asked for at a time, and the step that reaches half may be the last one.
+Else it depends on the machine: while a callback sleeps or the verifying thread waits for a core, what is in flight
+lands, ever more is asked for at a time, and the step that reaches half may be the last one.
 """
 
 from __future__ import annotations
