@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
+
 from tensorhub_core.client.staged import Staged
 from tensorhub_core.client.versions import Version
 from tensorhub_core.client.worker import Worker
@@ -49,6 +51,8 @@ class EngineShard:
     _digest: str = field(default="", init=False)
     _told_s: float = field(default=0.0, init=False)
     _fetch: Fetch | None = field(default=None, init=False)
+    _released: bool = field(default=False, init=False)
+    """The memory is not registered: it may be gone."""
 
     def register(self) -> None:
         """Register the memory as it is before processing; raises RegistrationError, ServerUnreachable."""
@@ -70,6 +74,8 @@ class EngineShard:
     def update(self, version: int | Literal["latest"], timeout_s: float | None = None) -> ShardReport:
         """Bring the memory to a version together with the engine's other ranks."""
         try:
+            if self._released:
+                self.register()
             self._take(version, timeout_s or self.timeout_s, first=False)
         except Exception as error:
             self._recover()
@@ -153,6 +159,17 @@ class EngineShard:
         """Offer the memory if it is not offered yet."""
         try:
             self._offer()
+        except Exception as error:
+            return self.report(error)
+        return self.report()
+
+    def withdraw(self, timeout_s: float | None = None) -> ShardReport:
+        """Take the copy back and let go of the memory, which may be released then; `update` registers and fills it."""
+        try:
+            self.discard()
+            self._withdraw(timeout_s or self.timeout_s)
+            self.worker.register({"released": torch.zeros(1, dtype=torch.uint8)}, tag="released")
+            self._released, self._digest, self._source = True, "", None
         except Exception as error:
             return self.report(error)
         return self.report()
@@ -278,6 +295,7 @@ class EngineShard:
         self._note_digest()
 
     def _register(self, *, processed: bool) -> None:
+        self._released = False
         if processed:
             self.worker.register(self.fit.tensors, tag=f"processed:{self.memory.key}")
         else:

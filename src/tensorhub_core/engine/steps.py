@@ -9,6 +9,8 @@ from typing import Any, Literal, TypeVar
 from tensorhub_core.engine.config import PauseMode
 
 State = Literal["serving", "swapping", "paused", "failed"]
+SwapMode = PauseMode | Literal["in_place"]
+"""`in_place`: running requests keep what they have computed, which an engine may refuse."""
 T = TypeVar("T")
 
 
@@ -49,9 +51,9 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Stop generation: let running requests finish (`wait`), freeze them (`keep`) or abort them."""
+    """Stop generation: let running requests finish (`wait`), freeze them (`keep`, `in_place`) or abort them."""
 
-    mode: PauseMode
+    mode: SwapMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,11 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Take every rank's copy back for good: its memory is about to go; answered by one ShardReport a rank."""
+
+
+@dataclass(frozen=True, slots=True)
 class SetVersion:
     """Tell the engine which version its answers come from."""
 
@@ -105,7 +112,9 @@ class Resume:
     """Go on with generation."""
 
 
-Step = Look | Stage | Pause | Update | Install | Discard | Process | ResetCaches | Publish | SetVersion | Resume
+Step = (
+    Look | Stage | Pause | Update | Install | Discard | Process | ResetCaches | Publish | Withdraw | SetVersion | Resume
+)
 Steps = Generator[Step, Any, T]
 S = TypeVar("S")
 
@@ -117,7 +126,7 @@ class SwapTimes:
     `total_s` is how long the engine stood still. `stage_s`: how long the bytes took before that, None if not staged.
     """
 
-    mode: PauseMode
+    mode: SwapMode
     drain_s: float
     transfer_s: float
     process_s: float

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from tensorhub_core.engine.config import PauseMode
 from tensorhub_core.engine.steps import (
     Discard,
     EngineStatus,
@@ -28,9 +27,11 @@ from tensorhub_core.engine.steps import (
     Stage,
     State,
     Steps,
+    SwapMode,
     SwapOutcome,
     SwapTimes,
     Update,
+    Withdraw,
 )
 from tensorhub_core.errors import ERRORS, StateError, TensorHubError
 
@@ -59,7 +60,29 @@ class Swapper:
             self.status, state="serving", version=first.served, epoch=first.epoch, shards=tuple(reports), error=None
         )
 
-    def swap(self, version: int | Literal["latest"], mode: PauseMode) -> Steps[SwapOutcome]:
+    def release(self) -> Steps[None]:
+        """Stop the engine and take every rank's copy back, so that its memory may go; a further swap fills it again.
+
+        Without an error code in the status after it, no rank holds anything; with one, the memory has to stay.
+        """
+        reports: Sequence[ShardReport] = ()
+        try:
+            if not self._paused:
+                yield Pause("abort")
+        except Exception as error:
+            yield from self._give_up_pause(error)
+            return
+        self._paused = True
+        try:
+            reports = yield Withdraw()
+            failed = [report for report in reports if not report.ok]
+            problem = _cause(failed) if failed or not reports else ("", "the engine's memory is released")
+        except Exception as error:
+            problem = _named(error)
+        code, message = problem
+        self._set(state="paused", version=None, error=message, code=code, shards=tuple(reports))
+
+    def swap(self, version: int | Literal["latest"], mode: SwapMode) -> Steps[SwapOutcome]:
         """Bring every rank to a version; yields the steps, returns the outcome, never raises for what a step did.
 
         While the engine is paused after a failure, a further swap goes on from there. Raises StateError if a swap runs.
@@ -77,7 +100,7 @@ class Swapper:
             return (yield from self._swap_staged(version, mode))
         return (yield from self._exchange(Update(version), version, mode, None))
 
-    def _swap_staged(self, version: int | Literal["latest"], mode: PauseMode) -> Steps[SwapOutcome]:
+    def _swap_staged(self, version: int | Literal["latest"], mode: SwapMode) -> Steps[SwapOutcome]:
         """Fetch a version while the old one serves, then exchange them; a version that cannot be had stops nothing."""
         before, began = self.status, self.now()
         self._staging = True
@@ -104,7 +127,7 @@ class Swapper:
         return outcome
 
     def _exchange(
-        self, fill: Update | Install, version: int | Literal["latest"], mode: PauseMode, stage_s: float | None
+        self, fill: Update | Install, version: int | Literal["latest"], mode: SwapMode, stage_s: float | None
     ) -> Steps[SwapOutcome]:
         """Stop the engine, let `fill` bring the version into every rank's memory, and serve it."""
         before = self.status
@@ -139,7 +162,7 @@ class Swapper:
 
     def _commit(
         self,
-        mode: PauseMode,
+        mode: SwapMode,
         reports: tuple[ShardReport, ...],
         times: tuple[float, float, float],
         stage_s: float | None,
@@ -270,6 +293,8 @@ def _disagreement(reports: Sequence[ShardReport], wanted: int | Literal["latest"
 
 def _cause(failed: Sequence[ShardReport]) -> tuple[str, str]:
     """Return (code, message) of failed ranks: one that was told of the abort knows less than the one that caused it."""
+    if not failed:
+        return "state_error", "no rank of the engine answered"
     cause = max(failed, key=lambda report: (_SEVERITY.get(report.code, 0), -report.shard))
     return cause.code or "error", _described(failed)
 

@@ -72,10 +72,10 @@ def test_an_engine_of_one_rank_fills_from_one_of_two(setup: Setup, checkpoints: 
 def test_failed_calls_do_not_shift_later_replies(setup: Setup) -> None:
     _, _, llm, engine = setup
     for _ in range(2):
-        replies = llm.collective_rpc("tensorhub_update", kwargs={"version": 99, "timeout_s": 0.5})
+        replies = llm.collective_rpc("tensorhub", args=("update", {"version": 99, "timeout_s": 0.5}))
         assert [(reply["shard"], reply["ok"]) for reply in replies] == [(0, False), (1, False)]
         assert {reply["code"] for reply in replies} <= {"deadline_exceeded", "version_unavailable"}
-        replies = llm.collective_rpc("tensorhub_describe")
+        replies = llm.collective_rpc("tensorhub", args=("describe",))
         assert [(reply["shard"], reply["version"], reply["ok"]) for reply in replies] == [(0, 2, True), (1, 2, True)]
     assert engine.status.version == 2
 
@@ -88,7 +88,7 @@ def test_the_native_api_fails_on_all_ranks_alike_and_can_be_used_again(setup: Se
     llm.start_weight_update()
     with pytest.raises(Exception, match="version must be"):
         llm.update_weights({"update_info": {"version": "newest"}})
-    assert [reply["shard"] for reply in llm.collective_rpc("tensorhub_describe")] == [0, 1]
+    assert [reply["shard"] for reply in llm.collective_rpc("tensorhub", args=("describe",))] == [0, 1]
     llm.start_weight_update()
     llm.update_weights({"update_info": {"version": 2}})
     llm.finish_weight_update(weight_version="2")
@@ -177,6 +177,6 @@ def test_ranks_that_are_not_ours_are_told_apart(checkpoints: Checkpoints, bound:
     with running(
         checkpoints(KIND, 1), worker_extension_cls="tensorhub_vllm.worker_ext.TensorHubWorkerExtension"
     ) as llm:
-        (reply,) = llm.collective_rpc("tensorhub_describe")
+        (reply,) = llm.collective_rpc("tensorhub", args=("describe",))
         assert (reply["ok"], reply["code"]) == (False, "state_error")
         assert "--weight-source tensorhub" in reply["message"]

@@ -332,3 +332,41 @@ def test_memory_that_is_processed_in_place_is_not_staged(hub: Hub, trainer: Trai
         report = shard.stage("latest")
         assert (report.ok, report.code, report.version) == (False, "state_error", 1)
         assert "staged = false" in report.message
+
+
+@pytest.mark.parametrize("kind", ["apart", "in_place", "computes"])
+def test_memory_that_was_released_holds_nothing_and_is_filled_anew_with_the_same_version(
+    hub: Hub, trainer: Trainer, kind: str
+) -> None:
+    memory = ToyMemory(in_place=kind == "in_place", computes=kind == "computes")
+    with shard_of(hub, memory) as shard:
+        shard.fill("latest", 5.0)
+        put_to_use(shard)
+        for _ in range(2):
+            report = shard.withdraw()
+            assert (report.ok, report.version, report.served, report.published) == (True, None, None, False)
+            assert report.digest == ""
+            assert holders(hub) == {"trainer"}
+        assert not shard.publish().published, "there is nothing to offer"
+        for tensor in memory.parameters().values():
+            tensor.fill_(0)
+        report = shard.update("latest")
+        assert (report.ok, report.version) == (True, 1)
+        put_to_use(shard)
+        assert memory.computes_with(1)
+        assert holders(hub) == {"trainer", "engine"}
+
+
+def test_memory_that_cannot_be_filled_again_is_not_offered(hub: Hub, trainer: Trainer) -> None:
+    memory = ToyMemory()
+    with shard_of(hub, memory) as shard:
+        shard.fill("latest", 5.0)
+        put_to_use(shard)
+        assert shard.withdraw().ok
+        trainer.worker.unpublish()
+        report = shard.update("latest", 0.3)
+        assert (report.ok, report.version, report.published) == (False, None, False)
+        trainer.worker.publish(1)
+        assert shard.update("latest").version == 1
+        put_to_use(shard)
+        assert memory.computes_with(1)

@@ -80,9 +80,16 @@ def rank_and_count() -> tuple[int, int]:
     return pp.rank_in_group * tp.world_size + tp.rank_in_group, tp.world_size * pp.world_size
 
 
-def from_first_rank(text: str) -> str:
-    """Return rank 0's text, of at most `_MAX_TEXT_BYTES`, on every rank of the engine."""
-    return from_all_ranks(text)[0]
+class EngineRanks:
+    """Core's `Ranks` over vLLM's process groups."""
+
+    def __init__(self) -> None:
+        """Look the groups up; they are there when a model is loaded."""
+        self.index, self.count = rank_and_count()
+
+    def from_all(self, text: str) -> list[str]:
+        """Return what every rank says, in order of rank."""
+        return from_all_ranks(text)
 
 
 def process(model: torch.nn.Module, vllm_config: Any, model_config: Any, device: torch.device) -> None:

@@ -6,6 +6,7 @@ import time
 from typing import Any, Literal
 
 from tensorhub_core.client.observer import observe
+from tensorhub_core.engine.calls import RankReply, report_of
 from tensorhub_core.engine.config import PauseMode, WeightSourceConfig, weight_source_config
 from tensorhub_core.engine.steps import (
     Discard,
@@ -27,7 +28,6 @@ from tensorhub_core.engine.steps import (
 from tensorhub_core.engine.swap import Swapper
 from tensorhub_core.errors import DeadlineExceeded, StateError
 from tensorhub_core.settings import load_settings
-from tensorhub_vllm.worker_ext import report_of
 
 _LATE_S = 5.0
 """How much later than its own deadline a rank's report may come."""
@@ -42,7 +42,7 @@ class OfflineEngine:
         self._llm = llm
         self._config = config if isinstance(config, WeightSourceConfig) else weight_source_config(config)
         self._timeout_s = self._config.timeout_s or load_settings().client.call_timeout_s
-        replies = llm.collective_rpc("tensorhub_describe")
+        replies = self._replies("describe")
         status = EngineStatus(self._config.model, str(replies[0].get("replica", "")))
         self._swapper = Swapper(status, time.monotonic, self._config.staged)
         self._swapper.started([report_of(reply) for reply in replies])
@@ -67,29 +67,29 @@ class OfflineEngine:
                 if llm.llm_engine.has_unfinished_requests():
                     raise StateError("requests are unfinished: swap between two calls of generate()")
             case Update(version=version):
-                return self._ranks("tensorhub_update", version=version, timeout_s=self._timeout_s)
+                return self._ranks("update", version=version, timeout_s=self._timeout_s)
             case Stage(version=version):
                 return self._stage(version)
             case Install():
-                return self._ranks("tensorhub_install", timeout_s=self._timeout_s)
+                return self._ranks("install", timeout_s=self._timeout_s)
             case Discard():
-                self._ranks("tensorhub_discard")
+                self._ranks("discard")
             case Process():
-                return self._ranks("tensorhub_process")
+                return self._ranks("process")
             case ResetCaches():
                 return llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
             case Publish():
-                return self._ranks("tensorhub_publish")
+                return self._ranks("publish")
             case SetVersion(version=version):
                 llm.update_weight_version(str(version))
         return None
 
     def _stage(self, version: int | Literal["latest"]) -> list[ShardReport]:
-        reports = self._ranks("tensorhub_stage", version=version, timeout_s=self._timeout_s)
+        reports = self._ranks("stage", version=version, timeout_s=self._timeout_s)
         until_s = time.monotonic() + self._timeout_s + _LATE_S
         while all(report.ok for report in reports):
             time.sleep(_LOOK_S)
-            replies = self._llm.collective_rpc("tensorhub_staged")
+            replies = self._replies("staged")
             reports = [report_of(reply) for reply in replies]
             if not any(reply.get("running") for reply in replies):
                 break
@@ -97,5 +97,9 @@ class OfflineEngine:
                 raise DeadlineExceeded(f"version {version} was not staged within {self._timeout_s:g} s")
         return reports
 
-    def _ranks(self, method: str, **arguments: Any) -> list[ShardReport]:
-        return [report_of(reply) for reply in self._llm.collective_rpc(method, kwargs=arguments)]
+    def _ranks(self, call: str, **arguments: Any) -> list[ShardReport]:
+        return [report_of(reply) for reply in self._replies(call, **arguments)]
+
+    def _replies(self, call: str, **arguments: Any) -> list[RankReply]:
+        replies: list[RankReply] = self._llm.collective_rpc("tensorhub", args=(call, arguments))
+        return replies

@@ -22,7 +22,7 @@ from tensorhub_core.engine.shard import EngineShard
 from tensorhub_core.engine.steps import ShardReport
 from tensorhub_core.errors import StateError, error_from_wire
 from tensorhub_vllm import BACKEND, compat
-from tensorhub_vllm.loader import ATTRIBUTE, HubSession, unique_replica
+from tensorhub_vllm.loader import ATTRIBUTE, session_of
 from tensorhub_vllm.memory import LoadedWeights
 from tensorhub_vllm.rebuild import rebuilt_slots
 
@@ -73,8 +73,7 @@ class TensorHubTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         config = weight_source_config(init_info.keys())
         slots = rebuilt_slots(self.model)
         memory = LoadedWeights(self.model, self.vllm_config, self.model_config, self.device, slots)
-        session = HubSession(config, unique_replica(config))
-        object.__setattr__(self.model, ATTRIBUTE, session.attach(memory))
+        object.__setattr__(self.model, ATTRIBUTE, session_of(config).attach(memory))
         self._connected_here = True
 
     def start_weight_update(self) -> None:
