@@ -21,7 +21,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 from tensorhub_core import Server, serve
 
-from .models import Checkpoints
+from ..models import Checkpoints
 
 
 @pytest.fixture(scope="session")

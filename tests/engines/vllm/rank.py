@@ -23,7 +23,7 @@ from tensorhub_core.client.reading import Destination, ReadEnd, SourceAccess
 from tensorhub_core.engine.logical import LogicalTensor, logical_tensors
 from tensorhub_core.engine.trace import Trace, trace
 from tensorhub_core.layout.plan import plan_read
-from tests.engines.vllm.trainers import TRAINERS, Shard
+from tests.engines.trainers import TRAINERS, Shard
 from tests.unit.client.fake_executor import FakeExecutor
 
 SENTINEL = 0xA5

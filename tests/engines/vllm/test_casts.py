@@ -8,8 +8,8 @@ import pytest
 
 from tensorhub_core import LayoutMismatch, Server
 
+from ..models import Checkpoints, training
 from .engines import answers, following, fresh
-from .models import Checkpoints, training
 
 pytestmark = pytest.mark.timeout(300)
 KIND = "float32"

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from tensorhub_core import Server
 
+from ..models import Checkpoints, training
 from .engines import PROMPTS, answers, following, running
-from .models import Checkpoints, training
 
 pytestmark = pytest.mark.timeout(300)
 KIND = "dense-untied"

@@ -15,7 +15,7 @@ from tensorhub_core import ConfigError
 from tensorhub_vllm import compat, plugin
 from tensorhub_vllm.memory import Slot, keep_addresses, slots_of
 
-from .models import Checkpoints
+from ..models import Checkpoints
 
 pytestmark = pytest.mark.timeout(120)
 SOURCE = ["--weight-source", "tensorhub"]

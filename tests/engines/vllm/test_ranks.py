@@ -10,9 +10,9 @@ import pytest
 from tensorhub_core import Server, serve
 from tensorhub_vllm.offline import OfflineEngine
 
+from ..mirror import mirroring
+from ..models import Checkpoints, Trainer, training
 from .engines import Answers, answers, following, fresh, running
-from .mirror import mirroring
-from .models import Checkpoints, Trainer, training
 
 pytestmark = pytest.mark.timeout(400)
 KIND = "dense-tied"

@@ -7,8 +7,8 @@ import torch
 
 from tensorhub_core import LayoutMismatch, Server, connect
 
+from ..models import Checkpoints, Trainer, training
 from .engines import answers, following, fresh, shard_of
-from .models import Checkpoints, Trainer, training
 
 pytestmark = pytest.mark.timeout(300)
 KIND = "dense-untied"

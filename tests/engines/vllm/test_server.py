@@ -11,8 +11,8 @@ import pytest
 
 from tensorhub_core import Server, connect, serve
 
-from .mirror import mirroring
-from .models import Checkpoints, Trainer, training
+from ..mirror import mirroring
+from ..models import Checkpoints, Trainer, training
 from .server import Served, Stream, ending, launch, leave_room, stream, wait_ready
 
 pytestmark = pytest.mark.timeout(400)

@@ -14,8 +14,8 @@ from tensorhub_core import ConfigError, DeadlineExceeded, Server, VersionUnavail
 from tensorhub_core.engine.config import weight_source_config
 from tensorhub_vllm import engine_args
 
+from ..models import Checkpoints, Trainer, training
 from .engines import answers, following, fresh, running, shard_of
-from .models import Checkpoints, Trainer, training
 
 pytestmark = pytest.mark.timeout(300)
 KIND = "dense-untied"

@@ -9,9 +9,9 @@ import xxhash
 from tensorhub_core import Server
 from tensorhub_core.layout.segments import segment_table
 
+from ..models import Checkpoints, training
+from ..trainers import sharded_training
 from .engines import answers, following, fresh, shard_of
-from .models import Checkpoints, training
-from .trainers import sharded_training
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from .models import Checkpoints
+from ..models import Checkpoints
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).resolve().parents[3]

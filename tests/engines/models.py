@@ -1,4 +1,4 @@
-"""Tiny checkpoints of every kind that vLLM loads in its own way, and trainers that publish them."""
+"""Tiny checkpoints of every kind that engines load in their own way, and trainers that publish them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ KINDS = {
     "transposed": "gpt2",
     "bias-one-kv-head": "qwen2",
     "float32": "llama",
+    "tied-float32": "qwen3-tied",
+    "moe-float32": "qwen3-moe",
     "wider": "llama",
     "deeper": "llama",
 }
 _SIZES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
+    "tied-float32": {"dtype": "float32"},
+    "moe-float32": {"dtype": "float32"},
     "wider": {"hidden": 256},
     "deeper": {"layers": 3},
 }
