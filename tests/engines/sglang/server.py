@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -129,8 +130,12 @@ class Servers:
         ranks: int = 1,
         config: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
+        forked: bool = True,
     ) -> Served:
-        """Start a server and return at once; with `config`, one that takes its weights from TensorHub."""
+        """Start a server and return at once; with `config`, one that takes its weights from TensorHub.
+
+        Not `forked` = an interpreter of its own that spawns its ranks, as users start it: that takes far longer.
+        """
         self._count += 1
         folder = self._folder / str(self._count)
         folder.mkdir()
@@ -144,7 +149,10 @@ class Servers:
             command += ["--port", str(port), *options]
             bound = {"SGLANG_CPU_OMP_THREADS_BIND": CORES[ranks], **(environment or {})}
             job = Job(LAUNCH, "", command, bound, str(folder / "log"), str(folder))
-            process = self._zygote.fork(job, listener)
+            if not forked:
+                program = [sys.executable, "-m", LAUNCH, *command]
+                job = Job("os", "execv", [sys.executable, program], bound, str(folder / "log"))
+            process = self._zygote.fork(job, listener if forked else None)
         return Served(f"http://127.0.0.1:{port}", process, folder)
 
     @contextlib.contextmanager

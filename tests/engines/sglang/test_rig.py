@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ..models import Checkpoints
+from .server import FLOAT32, Servers
 from .zygote import Forked, Job, Zygote
 
 pytestmark = pytest.mark.timeout(300)
@@ -76,3 +78,15 @@ def test_what_is_forked_ends_with_the_zygote(folder: Path) -> None:
     own.close()
     _, left = psutil.wait_procs([child, forked], timeout=10)
     assert left == []
+
+
+def test_stock_engines_answer_alike_whatever_their_ranks_and_not_alike_for_other_weights(
+    servers: Servers, checkpoints: Checkpoints
+) -> None:
+    """What every other test compares with."""
+    one = servers.fresh(checkpoints("tied-float32", 2), *FLOAT32)
+    two = servers.fresh(checkpoints("tied-float32", 2), *FLOAT32, ranks=2)
+    assert one.answers == two.answers != servers.fresh(checkpoints("tied-float32", 1), *FLOAT32).answers
+    assert one.memory[0].keys() == two.memory[0].keys() == two.memory[1].keys()
+    assert two.memory[0] != two.memory[1]
+    assert servers.fresh(checkpoints("tied-float32", 2), *FLOAT32) is one

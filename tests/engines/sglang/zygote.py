@@ -178,7 +178,7 @@ class Loop:
                 for fd in fds:
                     os.close(fd)
                 self._running.add(pid)
-                reply = {"pid": pid}
+                reply: dict[str, int | None] = {"pid": pid}
             else:
                 reply = {"code": self._code(request["poll"])}
             self._channel.send(json.dumps(reply).encode())
@@ -234,11 +234,11 @@ def _adapt(job: Job, listener: int | None) -> None:
 
     random.seed()  # or every forked server would draw the same port for its ranks
     set_start_method = multiprocessing.set_start_method
-    multiprocessing.set_start_method = lambda *_, **__: set_start_method("fork", force=True)  # type: ignore[assignment]
+    multiprocessing.set_start_method = lambda *_, **__: set_start_method("fork", force=True)
     if listener is not None:
         run = uvicorn.Server.run
         bound = socket.socket(fileno=listener)
-        uvicorn.Server.run = lambda self, sockets=None: run(self, [bound])  # type: ignore[method-assign]
+        uvicorn.Server.run = lambda self, sockets=None: run(self, [bound])
     if job.windows:
         from tests.engines.sglang import window
 
