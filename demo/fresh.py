@@ -2,8 +2,9 @@
 
     python -m demo.fresh CHECKPOINT ASK OUT DTYPE
 
-ASK holds a JSON list of {"messages", "max_tokens"}, or with token ids {"prompt", "max_tokens"}; OUT gets a list of
-{"token_ids", "logprobs"}. One request at a time, as the engines were asked, so that the same arithmetic runs.
+ASK holds a JSON list of {"messages", "max_tokens"}, or with token ids {"prompt", "max_tokens"}, and "ignore_eos" if
+all of them are wanted; OUT gets a list of {"token_ids", "logprobs"}. One request at a time, as the engines were asked,
+so that the same arithmetic runs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def main(checkpoint: str, ask: str, out: str, dtype: str) -> None:
     llm = LLM(checkpoint, **{**ENGINE_LIMITS, "dtype": dtype})
     found: list[dict[str, Any]] = []
     for request in json.loads(Path(ask).read_text(encoding="utf-8")):
-        sampling = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], logprobs=0)
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=request.get("ignore_eos", False), logprobs=0
+        )
         if "messages" in request:
             answers = llm.chat(request["messages"], sampling, use_tqdm=False)
         else:

@@ -72,6 +72,12 @@ class Policy:
         self._accumulated = bool(useful)
         return len(useful)
 
+    @torch.no_grad()
+    def loss(self, samples: Sequence[Sample]) -> float:
+        """Return the mean loss of the answers' tokens; only reads the parameters."""
+        losses = -self._log_probabilities(samples)
+        return float(losses.mean())
+
     def _log_probabilities(self, batch: Sequence[Sample]) -> torch.Tensor:
         """Return the log-probabilities of all answers' tokens, one sample after the other [tokens]."""
         longest = max(len(s.prompt) + len(s.answer) for s in batch)

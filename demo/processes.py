@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import IO, Protocol
 
 import psutil  # type: ignore[import-untyped]
 
@@ -38,10 +39,26 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+class Process(Protocol):
+    """What is asked of a program's process: Popen has it."""
+
+    stdin: IO[bytes] | None
+
+    @property
+    def pid(self) -> int:
+        """Return its process id, which is also that of its group."""
+
+    def poll(self) -> int | None:
+        """Return its exit code if it has ended."""
+
+    def wait(self, timeout: float) -> int:
+        """Return its exit code; raises subprocess.TimeoutExpired."""
+
+
 class Child:
     """One program: the leader of its own process group, writing to `log`."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, name: str, process: Process, log: Path) -> None:
         self.name = name
         self.log = log
         self._process = process
@@ -144,6 +161,10 @@ class Children:
                 env={**os.environ, **(environment or {})},
                 start_new_session=True,
             )
+        return self.adopt(name, process, log)
+
+    def adopt(self, name: str, process: Process, log: Path) -> Child:
+        """Look after a program that was started by other means, as the leader of a group of its own."""
         child = Child(name, process, log)
         self._running.append(child)
         self._tell(f"+{child.group}")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,11 @@ def start_hub(children: Children) -> tuple[Child, str]:
     return hub, found[0]
 
 
+def source_config(hub: str, replica: str, **keys: Any) -> dict[str, Any]:
+    """Return an engine's `--weight-source-config`: it follows the hub's newest version."""
+    return {"server": hub, "model": MODEL, "replica": replica, "follow": True, "timeout_s": 300, **keys}
+
+
 def start_engine(
     children: Children,
     replica: str,
@@ -66,17 +72,20 @@ def start_engine(
     port: int,
     *cores: int,
     staged: bool = False,
+    mode: str = "wait",
     dtype: str = "bfloat16",
+    options: Sequence[str] = (),
 ) -> Child:
     """Start `vllm serve MODEL --weight-source tensorhub` with a rank on each core; it follows the hub's newest version.
 
-    `staged`: it fetches a version while it serves the one before, and stands still only to put it in place.
+    `staged`: it fetches a version while it serves the one before, and stands still only to put it in place. `mode`:
+    what its swaps do with running requests. `options`: further ones of `vllm serve`.
     """
-    source = {"server": hub, "model": MODEL, "replica": replica, "follow": True, "staged": staged, "timeout_s": 300}
+    source = source_config(hub, replica, mode=mode, staged=staged)
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--served-model-name", SERVED_NAME, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--weight-source", "tensorhub", "--weight-source-config", json.dumps(source)]
-    command += ["--tensor-parallel-size", str(len(cores))]
+    command += ["--tensor-parallel-size", str(len(cores)), *options]
     for name, value in {**ENGINE_LIMITS, "dtype": dtype}.items():
         flag = "--" + name.replace("_", "-")
         command += [flag] if value is True else [flag, str(value)]

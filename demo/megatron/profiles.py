@@ -5,26 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-LINES = (
-    "mary had a little lamb, its fleece was white as snow",
-    "twinkle twinkle little star, how i wonder what you are",
-    "the quick brown fox jumps over the lazy dog",
-    "row, row, row your boat gently down the stream",
-)
-
-
-def _sizes() -> dict[str, Any]:
-    """Return the sizes of a tiny Qwen3, which divide by two wherever tensor parallelism divides them."""
-    return {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": True,
-    }
+from demo.rhymes import LINES, sizes
 
 
 @dataclass(frozen=True)
@@ -46,7 +27,7 @@ class Profile:
     max_tokens: int = 56
     learning_rate: float = 3e-3
     seed: int = 1
-    sizes: dict[str, Any] = field(default_factory=_sizes)
+    sizes: dict[str, Any] = field(default_factory=sizes)
 
 
 _TITLE = "Megatron on 2 x 2 ranks learns rhymes by heart, vLLM on 2 follows"

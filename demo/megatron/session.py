@@ -20,30 +20,15 @@ from demo.ports import free_ports
 from demo.processes import Child, Children, DemoError, wait_until
 from demo.proof import Check, Greedy, same_answers
 from demo.record import write_rows
+from demo.rhymes import DTYPE, Bare, write_bare
 from demo.serving import MODEL, cores, start_engine, start_fresh, start_hub
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".envs" / "megatron" / "bin" / "python"
 _TRAINER, _ENGINE = "trainer", "rollout-1"
-_DTYPE = "float32"
-"""In which one rank's and two ranks' arithmetic differ by less than any answer shows."""
 
 _READY_S, _STEP_S, _END_S = 300.0, 120.0, 30.0
 _REPORT = re.compile(r"report (\[.*\])$", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Bare:
-    """A model without weights: its folder, its Hugging Face configuration, and what is learnt.
-
-    `documents` are token ids, `prompts` their first ones, `starts` the text of those.
-    """
-
-    folder: Path
-    config: Mapping[str, Any]
-    documents: Sequence[Sequence[int]]
-    prompts: Sequence[Sequence[int]]
-    starts: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -103,14 +88,14 @@ class Session:
 
     def _start(self) -> Parts:
         """Start the hub, and beside each other trainer and engine."""
-        bare = write_bare(self._profile, self._folder / "bare")
+        bare = write_bare(self._folder / "bare", self._profile.sizes, self._profile.lines, self._profile.prompt_tokens)
         hub, address = start_hub(self._children)
         self._programs.append(hub)
         self._account.fact("hub", f"{address} (watch it: tensorhub status --watch --server {address})")
         trainer = self._start_trainer(address, bare)
         (port,) = free_ports(1)
         two = [cores()[number % len(cores())] for number in (0, 1)]
-        self._programs.append(start_engine(self._children, _ENGINE, bare.folder, address, port, *two, dtype=_DTYPE))
+        self._programs.append(start_engine(self._children, _ENGINE, bare.folder, address, port, *two, dtype=DTYPE))
         return Parts(bare, address, trainer, Engine(_ENGINE, port, timeout_s=_READY_S))
 
     def _start_trainer(self, address: str, bare: Bare) -> Child:
@@ -140,7 +125,7 @@ class Session:
         profile, account = self._profile, self._account
         ranks = self._hear(parts.trainer)
         stages = " and ".join(megabytes(sum(rank["bytes"] for rank in ranks[half : half + 2])) for half in (0, 2))
-        account.fact(_TRAINER, f"Megatron-Core, tensor 2 x pipeline 2: four ranks, stages of {stages} in {_DTYPE}")
+        account.fact(_TRAINER, f"Megatron-Core, tensor 2 x pipeline 2: four ranks, stages of {stages} in {DTYPE}")
         wait_until(f"{_ENGINE} is ready", lambda: parts.engine.look() is not None, self._programs, _READY_S)
         account.fact(_ENGINE, "vllm serve --tensor-parallel-size 2 --weight-source tensorhub, without a weight file")
         account.title("training")
@@ -219,7 +204,7 @@ class Session:
             shutil.copy(file, exported.folder / file.name)
         ask, out = self._folder / f"ask-{exported.version}.json", self._folder / f"fresh-{exported.version}.json"
         ask.write_text(json.dumps([{"prompt": p, "max_tokens": self._profile.max_tokens} for p in bare.prompts]))
-        child = start_fresh(self._children, exported.folder, ask, out, cores()[0], dtype=_DTYPE)
+        child = start_fresh(self._children, exported.folder, ask, out, cores()[0], dtype=DTYPE)
         if child.wait(_READY_S) != 0:
             child.check()
         lines, answers = self._profile.lines, json.loads(out.read_text())
@@ -228,23 +213,6 @@ class Session:
             Greedy(line, tuple(a["token_ids"]), tuple(a["logprobs"])) for line, a in zip(lines, answers, strict=True)
         ]
         return same_answers(f"{_ENGINE} at version {exported.version}", ours, fresh)
-
-
-def write_bare(profile: Profile, folder: Path) -> Bare:
-    """Write the model's config and tokenizer, and no weights."""
-    from transformers import Qwen3Config
-
-    from tools.tinymodel import VOCABULARY, build_tokenizer
-
-    tokens = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    config = Qwen3Config(**profile.sizes, **tokens, architectures=["Qwen3ForCausalLM"], dtype=_DTYPE)
-    config.save_pretrained(folder)
-    tokenizer = build_tokenizer()
-    tokenizer.save_pretrained(folder)
-    documents = [[*tokenizer(line)["input_ids"], tokens["eos_token_id"]] for line in profile.lines]
-    prompts = [document[: profile.prompt_tokens] for document in documents]
-    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return Bare(folder, written, documents, prompts, [tokenizer.decode(prompt) for prompt in prompts])
 
 
 def _row(seen: Seen) -> dict[str, Any]:

@@ -50,6 +50,17 @@ def test_the_gradient_is_the_policy_gradient(at_once: int) -> None:
         torch.testing.assert_close(ours.grad, right.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_the_loss_is_that_of_the_tokens_of_all_answers() -> None:
+    recipe = Recipe(learning_rate=0.05, temperature=1.0)
+    policy, truth, drawn = Policy(TinyModel(dtype=torch.float32), recipe), TinyModel(dtype=torch.float32), samples(7)
+    losses = [
+        -float(truth.log_probabilities(sample.prompt + sample.answer[:place], 1.0)[token])
+        for sample in drawn
+        for place, token in enumerate(sample.answer)
+    ]
+    assert policy.loss(drawn) == pytest.approx(statistics.fmean(losses), rel=1e-4)
+
+
 def test_accumulating_only_reads() -> None:
     policy = Policy(TinyModel(), RECIPE)
     before = {name: tensor.clone() for name, tensor in policy.tensors().items()}
