@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from tensorhub_sglang.compat import PLUG_POINTS, SGLangUnsuitable, find_problems, installed_folder, installed_version
+from tensorhub_sglang.plug_points import (
+    PLUG_POINTS,
+    SGLangUnsuitable,
+    find_problems,
+    installed_folder,
+    installed_version,
+)
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub_sglang.compat import PLUG_POINTS, PlugPoint, find_problems
+from tensorhub_sglang.plug_points import PLUG_POINTS, PlugPoint, find_problems
 from tensorhub_sglang.plugin import is_wanted
 
 
@@ -30,7 +30,7 @@ def write_package(folder: Path, points: tuple[PlugPoint, ...]) -> Path:
 def _define(name: str, points: list[PlugPoint]) -> str:
     members = [(point.name.split(".")[1], point.parameters) for point in points if "." in point.name]
     if not members:
-        return f"{name} = []\n" if name.startswith("_") else f"def {name}(): ...\n"
+        return f"def {name}({', '.join(points[0].parameters)}): ...\n"
     lines = [f"    def {member}(self, {', '.join(parameters)}): ..." for member, parameters in members]
     return "\n".join([f"class {name}:", *lines, ""])
 
@@ -100,12 +100,13 @@ def test_a_start_on_an_unsuitable_sglang_is_refused_with_the_reason(tmp_path: Pa
     assert "sglang.srt.plugins.load_plugins (runs plug-ins in every process)" in done.stderr
 
 
-def test_a_start_on_a_suitable_sglang_says_what_this_release_cannot_do(tmp_path: Path) -> None:
-    done = start(write_package(tmp_path, PLUG_POINTS), "--weight-source=tensorhub")
+def test_a_start_on_an_sglang_that_cannot_be_hooked_is_refused_with_the_reason(tmp_path: Path) -> None:
+    done = start(write_package(tmp_path, PLUG_POINTS), "--weight-source=tensorhub")  # its functions do nothing
     assert done.returncode == 1
-    assert "not fill its weights" in done.stderr
+    assert "started" not in done.stdout
+    assert "--weight-source tensorhub: SGLang unknown does not suit: " in done.stderr
 
 
 def test_any_other_start_goes_on(tmp_path: Path) -> None:
     done = start(write_package(tmp_path, ()), "--port", "30000")
-    assert (done.returncode, done.stdout) == (0, "started\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "started\n", "")
