@@ -187,7 +187,7 @@ class EngineFront:
                 number = None if version == "latest" else version
                 return (await asyncio.to_thread(self._observer.find, number)).key
             case Pause(mode=mode):
-                await asyncio.wait_for(engine.pause(mode), self._timeout_s)
+                await self._pause(mode)
             case Update(version=version):
                 return await self._ranks("update", version=version, timeout_s=self._timeout_s)
             case Stage(version=version):
@@ -209,6 +209,12 @@ class EngineFront:
             case Resume():
                 await engine.resume()
         return None
+
+    async def _pause(self, mode: SwapMode) -> None:
+        try:
+            await asyncio.wait_for(self._engine.pause(mode), self._timeout_s)
+        except asyncio.TimeoutError:
+            raise DeadlineExceeded(f"generation did not stop within {self._timeout_s:g} s") from None
 
     async def _stage(self, version: int | Literal["latest"]) -> list[ShardReport]:
         """Have every rank stage a version; asks them between two steps of the model until all have it."""

@@ -170,6 +170,24 @@ def test_a_mode_that_cannot_be_had_leaves_the_engine_as_it_was(hub: Server, trai
     assert ranks.told == [("pause", "in_place"), "resume", "leave"]
 
 
+def test_requests_that_do_not_end_in_time_are_a_missed_deadline(hub: Server, trainer: Worker) -> None:
+    ranks = Ranks()
+
+    async def never(mode: SwapMode) -> None:
+        await asyncio.Event().wait()
+
+    ranks.pause = never  # type: ignore[method-assign]
+
+    async def script(front: EngineFront) -> None:
+        trains(trainer, ranks, 2)
+        status, answer = await answer_update(front, {})
+        assert (status, answer["state"], answer["version"]) == (504, "serving", 1)
+        assert "did not stop within" in answer["error"]
+
+    run(hub, ranks, script, timeout_s=0.3)
+    assert ranks.told == ["resume", "leave"]
+
+
 def test_an_engine_that_sleeps_holds_and_serves_nothing_until_it_wakes(hub: Server, trainer: Worker) -> None:
     ranks = Ranks()
 

@@ -21,6 +21,7 @@ def serve(managed: Managed, run: Callable[[], Any], app: Any) -> Any:
 
     Raises SystemExit with the reason if the front cannot start: weights that nobody manages are not served.
     """
+    managed.serves = True
     add_routes(app, managed.front)
     with compat_server.lifespan_around(app, managed.start, managed.end):
         result = run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -34,9 +35,11 @@ class Managed:
         timeout_s = config.timeout_s or load_settings().client.call_timeout_s
         self.engine = engine or SGLangEngine(manager, timeout_s)
         self.front = EngineFront(self.engine, config, logger)
+        self.serves = False
+        """It is an HTTP server, whose event loop always runs: only such an engine follows by itself."""
         self.failure: str | None = None
         """Why the engine must not serve."""
-        self._manager, self._config = manager, config
+        self._manager = manager
         self._starting: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
         Guard(self.engine, self.front).install()
@@ -51,6 +54,8 @@ class Managed:
         await asyncio.shield(self._starting)
 
     async def _start(self) -> None:
+        if not self.serves:
+            self.front.config = dataclasses.replace(self.front.config, follow=False)
         try:
             await self.front.start()
         except Exception as error:

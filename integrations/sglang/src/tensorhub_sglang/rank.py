@@ -60,7 +60,7 @@ def from_all(text: str, group: Any) -> list[str]:
     count = distributed.get_world_size(group=group)
     if count == 1:
         return [text]
-    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    own = torch.tensor(list(text.encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
     distributed.all_gather(sizes, torch.tensor([len(own)], dtype=torch.int64), group=group)
     longest = max(int(size) for size in sizes)
