@@ -45,7 +45,8 @@ def world(servers: Servers, checkpoints: Checkpoints, tmp_path_factory: pytest.T
         one = servers.start(bare, *FLOAT32, config=config)
         two = servers.start(bare, *FLOAT32, config=config, ranks=2)
         with ending(one, two):
-            publisher = Running("publish", checkpoints(KIND, 1), "--version", 1, "--server", hub.address, log=log)
+            publish = ("publish", checkpoints(KIND, 1), "--model", "policy")
+            publisher = Running(*publish, "--version", 1, "--server", hub.address, log=log)
             try:
                 yield World(hub, publisher, one.ready(), two.ready())
             finally:
