@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def sizes() -> dict[str, Any]:
 class Bare:
     """A model without weights: its folder, its Hugging Face configuration, and what is learnt.
 
-    `documents` are token ids, `prompts` their first ones, `starts` the text of those.
+    `documents` are token ids, `prompts` their first ones, `starts` the text of those; `tokenizer` made them.
     """
 
     folder: Path
@@ -44,8 +44,7 @@ class Bare:
     documents: Sequence[Sequence[int]]
     prompts: Sequence[Sequence[int]]
     starts: Sequence[str]
-    decode: Callable[[Sequence[int]], str]
-    """Makes text of token ids."""
+    tokenizer: Any
 
 
 def write_bare(folder: Path, of: Mapping[str, Any], lines: Sequence[str], prompt_tokens: int) -> Bare:
@@ -62,4 +61,4 @@ def write_bare(folder: Path, of: Mapping[str, Any], lines: Sequence[str], prompt
     documents = [[*tokenizer(line)["input_ids"], tokens["eos_token_id"]] for line in lines]
     prompts = [document[:prompt_tokens] for document in documents]
     written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return Bare(folder, written, documents, prompts, [tokenizer.decode(prompt) for prompt in prompts], tokenizer.decode)
+    return Bare(folder, written, documents, prompts, [tokenizer.decode(prompt) for prompt in prompts], tokenizer)

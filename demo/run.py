@@ -1,11 +1,12 @@
-"""Run the demo: `python demo/run.py [--quick] [--megatron]`, with the vLLM environment's Python.
+"""Run the demo: `python demo/run.py [--quick] [--megatron | --sglang]`, with the vLLM environment's Python.
 
 A hub, a trainer (this process) and two `vllm serve --weight-source tensorhub` engines: the engines answer prompts, the
 trainer learns from the answers and publishes each new version in place, the engines fill themselves from the trainer
 and from each other. It ends with proof and exit code 0, or says what was off and exits with 1.
 
 With --megatron the trainer is one of Megatron-Core, four processes in an environment of their own, and an engine of two
-ranks follows it (demo/megatron).
+ranks follows it (demo/megatron). With --sglang one trainer is followed by a vLLM engine and by SGLang engines, which
+have an environment of their own, while one of them is killed and another joins (demo/sglang).
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ from demo.megatron import profiles as megatron  # noqa: E402
 from demo.processes import Children, DemoError, adopt_orphans, descendants, kill_descendants  # noqa: E402
 from demo.profiles import FULL, QUICK, Profile  # noqa: E402
 from demo.proof import none_left  # noqa: E402
+from demo.sglang import profiles as sglang  # noqa: E402
 
-_LIMIT_S = {"full": 1800, "quick": 540, "megatron": 900, "megatron-quick": 540}
+_LIMIT_S = {"full": 1800, "quick": 540, "megatron": 900, "megatron-quick": 540, "sglang": 900, "sglang-quick": 900}
+Form = Profile | megatron.Profile | sglang.Profile
 
 
-def run(profile: Profile | megatron.Profile, folder: Path) -> bool:
+def run(profile: Form, folder: Path) -> bool:
     """Run one form of the demo with its files in `folder`; returns whether everything held."""
     account = Account()
     with Children(folder / "logs") as children:
@@ -44,6 +47,10 @@ def run(profile: Profile | megatron.Profile, folder: Path) -> bool:
             from demo.megatron.session import Session as Megatron
 
             checks = Megatron(profile, folder, children, account).run()
+        elif isinstance(profile, sglang.Profile):
+            from demo.sglang.session import Session as SGLang
+
+            checks = SGLang(profile, folder, children, account).run()
         else:
             from demo.session import Session  # brings torch
 
@@ -63,15 +70,14 @@ def _stop(number: int, _: FrameType | None) -> None:
 
 def main() -> int:
     """Read the command line and run; returns the exit code."""
-    parser = argparse.ArgumentParser(description="A model learns by RL; two vLLM engines follow it through TensorHub.")
+    parser = argparse.ArgumentParser(description="A model learns, and engines follow it through TensorHub.")
     parser.add_argument("--quick", action="store_true", help="a tiny local model, or fewer steps: about two minutes")
-    parser.add_argument("--megatron", action="store_true", help="Megatron-Core trains on 2 x 2 ranks")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--megatron", action="store_true", help="Megatron-Core trains on 2 x 2 ranks")
+    kinds.add_argument("--sglang", action="store_true", help="a vLLM and SGLang engines follow one trainer")
     parser.add_argument("--keep", action="store_true", help="keep the run's files, logs and checkpoint")
     options = parser.parse_args()
-    forms: tuple[Profile | megatron.Profile, ...] = (
-        (megatron.FULL, megatron.QUICK) if options.megatron else (FULL, QUICK)
-    )
-    profile = forms[int(options.quick)]
+    profile = choose(options)
     adopt_orphans()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
         signal.signal(number, _stop)
@@ -88,6 +94,16 @@ def main() -> int:
         kill_descendants()
         _tidy(folder, everything=held and not options.keep, weights=not options.keep)
     return 0 if held else 1
+
+
+def choose(options: argparse.Namespace) -> Form:
+    """Return the form that the command line asks for."""
+    forms: dict[str, tuple[Form, Form]] = {
+        "megatron": (megatron.FULL, megatron.QUICK),
+        "sglang": (sglang.FULL, sglang.QUICK),
+    }
+    full, quick = next((pair for name, pair in forms.items() if getattr(options, name)), (FULL, QUICK))
+    return quick if options.quick else full
 
 
 def _tidy(folder: Path, *, everything: bool, weights: bool) -> None:

@@ -156,8 +156,8 @@ def none_lost(run: Run, killed: str) -> Check:
 
 
 def filled_from_peer(fill: FirstFill | None, late: str, peers: Sequence[str]) -> Check:
-    """Check that the engine that joined late got its first weights from an engine of its kind."""
-    claim = f"{late} joined late and filled its memory from an engine of its kind, no weight file read"
+    """Check that the engine that joined late got its first weights from another engine."""
+    claim = f"{late} joined late and filled its memory from another engine, no weight file read"
     if fill is None:
         return Check(claim, False, "it never joined")
     figures = f"version {fill.version}, {fill.total_bytes / 1e6:.1f} MB from {fill.source}"

@@ -6,13 +6,17 @@ stands in for the packages of SGLang's kernels; with a GPU each would be `python
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import socket
 import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
+
+import psutil  # type: ignore[import-untyped]
 
 from demo.processes import Child, Children, DemoError
 from demo.rhymes import DTYPE
@@ -74,7 +78,8 @@ class SGLang:
 
     def close(self) -> None:
         """End what still runs."""
-        self._zygote.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it is killed then
+            self._zygote.close()
 
     def _fork(
         self, name: str, module: str, function: str, arguments: Sequence[Any], core: int, *given: socket.socket
@@ -103,11 +108,11 @@ class ForkedProcess:
         return self._forked.pid
 
     def poll(self) -> int | None:
-        """Return its exit code if it has ended."""
+        """Return its exit code if it has ended; when the process that forked it is gone, as if it had been killed."""
         try:
             return self._forked.poll()
-        except AssertionError as error:
-            raise DemoError(str(error)) from None
+        except AssertionError:
+            return None if psutil.pid_exists(self.pid) else -signal.SIGKILL
 
     def wait(self, timeout: float) -> int:
         """Return its exit code; raises subprocess.TimeoutExpired."""

@@ -39,7 +39,7 @@ from demo.sglang.proof import (
     went_on,
 )
 from demo.sglang.serving import SGLang
-from demo.sglang.training import build, documents, save
+from demo.sglang.training import build, documents, save, train
 
 _READY_S, _STEP_S, _FRESH_S = 300.0, 120.0, 300.0
 _DEAD_S = 20.0
@@ -85,13 +85,14 @@ class Session:
         profile, account = self._profile, self._account
         self._sglang.begin()
         bare = write_bare(self._folder / "bare", profile.sizes, profile.lines, profile.prompt_tokens)
-        prompter = Prompter([tuple(prompt) for prompt in bare.prompts], profile.max_tokens)
+        others = [bare.tokenizer(text)["input_ids"] for text in profile.others]
+        prompts = [tuple(prompt) for prompt in (*bare.prompts, *others)]
+        prompter = Prompter(prompts, profile.max_tokens)
         run, ended, in_place = self._train(bare, prompter)
-        for program in [*self._programs(), *self._others]:  # the engines first: cores and memory for the fresh ones
-            self._children.stop(program)
+        self._end()
         account.title("proof")
+        (self._folder / "logs" / "completions.json").write_text(json.dumps([asdict(each) for each in run.completions]))
         versions = list(range(1, profile.versions + 1))
-        prompts = [tuple(prompt) for prompt in bare.prompts]
         references = self._references(wanted(run.completions, prompts, profile.max_tokens, versions))
         checks = [
             versions_true("vllm", run.completions, references),
@@ -99,7 +100,7 @@ class Session:
             told_apart(references, prompts, profile.max_tokens, versions),
             all_followed(run),
             ended_on(versions[-1], ended),
-            filled_from_peer(self._first_fill, JOINS, [STAYS]),
+            filled_from_peer(self._first_fill, JOINS, [VLLM, STAYS]),
             none_lost(run, DIES),
             went_on(run.seen, versions, _DEAD_S),
             in_place,
@@ -136,6 +137,12 @@ class Session:
     def _wait(self, what: str, ready: Callable[[], bool], timeout_s: float) -> None:
         wait_until(what, ready, [*self._programs(), *self._others], timeout_s)
 
+    def _end(self) -> None:
+        """End everything: cores and memory for the fresh engines. Nobody needs the engines' copies any more."""
+        for program in (*self._programs(), *self._others):
+            program.send(signal.SIGKILL)
+            self._children.stop(program)
+
     def _ready(self, replica: str) -> None:
         self._wait(f"{replica} is ready", lambda: self._fleet[replica].engine.look() is not None, _READY_S)
 
@@ -168,11 +175,10 @@ class Session:
                     self._join(version, bare.folder, prompter)
                 if version == profile.versions:
                     break
-                policy.accumulate(samples)
                 began_s = time.monotonic()
                 worker.unpublish()
                 waited_s = time.monotonic() - began_s
-                policy.apply()
+                train(policy, samples, profile.steps)
                 worker.publish(version + 1)
                 if version + 1 == profile.killed_at:
                     self._kill(version, prompter)
@@ -237,10 +243,10 @@ class Session:
         account.fact("SGLang", _ON_CPU)
 
     def _tell(self, seen: Followed, prompter: Prompter, bare: Bare) -> None:
-        heard, number = prompter.heard(), seen.version % len(bare.prompts)
+        heard = prompter.heard()
         self._account.fact("loss", f"{seen.loss:.3f} a token; {len(heard.completions)} completions so far")
-        said = [each for each in heard.completions if each.prompt == tuple(bare.prompts[number])]
-        self._account.fact("it says", f"{bare.starts[number]!r} -> {bare.decode(said[-1].token_ids)!r}")
+        said = [each.token_ids for each in heard.completions if each.prompt == tuple(bare.prompts[0])]
+        self._account.fact("it says", f"{bare.starts[0]!r} -> {bare.tokenizer.decode(said[-1])!r}")
 
     # --- the proof --------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
-"""The mixed fleet's trainer: a small model in float32 that learns documents by heart, one step for each version."""
+"""The mixed fleet's trainer: a small model in float32 that learns documents by heart."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,6 +29,13 @@ def documents(bare: Bare, profile: Profile) -> list[Sample]:
         Sample(tuple(document[: profile.prompt_tokens]), tuple(document[profile.prompt_tokens :]), 1.0)
         for document in bare.documents
     ]
+
+
+def train(policy: Policy, samples: Sequence[Sample], steps: int) -> None:
+    """Take some steps; rewrites the live parameters in place, so they must not be published."""
+    for _ in range(steps):
+        policy.accumulate(samples)
+        policy.apply()
 
 
 def save(policy: Policy, bare: Bare, folder: Path) -> None:

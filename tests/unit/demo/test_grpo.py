@@ -54,7 +54,7 @@ def test_the_loss_is_that_of_the_tokens_of_all_answers() -> None:
     recipe = Recipe(learning_rate=0.05, temperature=1.0)
     policy, truth, drawn = Policy(TinyModel(dtype=torch.float32), recipe), TinyModel(dtype=torch.float32), samples(7)
     losses = [
-        -float(truth.log_probabilities(sample.prompt + sample.answer[:place], 1.0)[token])
+        -float(truth.log_probabilities(sample.prompt + sample.answer[:place], 1.0)[token].detach())
         for sample in drawn
         for place, token in enumerate(sample.answer)
     ]

@@ -244,5 +244,6 @@ def test_a_request_that_fails_while_its_engine_should_live_is_a_failure() -> Non
     engine, prompter = FakeEngine("sglang-1"), Prompter(PROMPTS, LENGTH)
     engine.dead.set()
     prompter.include(engine)
+    wait_until("it failed", lambda: bool(prompter.heard().failures), [], 10)
     heard = prompter.end()
     assert (heard.failures, heard.lost) == (["sglang-1 did not answer"], {})
