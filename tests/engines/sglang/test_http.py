@@ -257,7 +257,7 @@ def test_an_engine_that_ends_leaves_the_hub_before(both: World) -> None:
     assert name in holders(both)
     os.kill(both.told.process.pid, signal.SIGTERM)
     until(lambda: name not in holders(both), 30)
-    assert both.told.ended() == 0
+    assert both.told.ended(150) == 0
 
 
 def test_a_paused_engine_ends_too_with_requests_that_it_holds(both: World) -> None:
@@ -269,6 +269,7 @@ def test_a_paused_engine_ends_too_with_requests_that_it_holds(both: World) -> No
         until(lambda: both.follower.version()["state"] == "paused")
     held = stream(both.follower, LONG, 12)
     time.sleep(0.3)
-    assert both.follower.terminate() == 0
+    os.kill(both.follower.process.pid, signal.SIGTERM)
+    assert both.follower.ended(150) == 0
     held.thread.join(30)
     assert held.tokens == []

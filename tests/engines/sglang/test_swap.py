@@ -19,8 +19,8 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def both(servers: Servers, checkpoints: Checkpoints) -> Iterator[World]:
-    """Start a server that is told, and one that follows."""
-    with world(servers, checkpoints) as found:
+    """Start a server that is told, and one that follows and fetches each version while it still serves the old one."""
+    with world(servers, checkpoints, staged=True) as found:
         yield found
 
 
@@ -50,7 +50,7 @@ def test_the_follower_swaps_both_ranks_by_itself(both: World) -> None:
     body = both.follower.wait(version)
     assert [shard["source"] for shard in body["shards"]] == ["trainer", "trainer"]
     assert len({shard["digest"] for shard in body["shards"]}) == 2
-    assert set(body["last_swap"]) == {"mode", "drain_s", "transfer_s", "process_s", "total_s"}
+    assert set(body["last_swap"]) == {"mode", "drain_s", "transfer_s", "process_s", "total_s", "stage_s"}
     assert both.follower.answers() == both.fresh(2) != both.fresh(1)
     meta = both.follower.generate(LONG, 4)["meta_info"]
     assert (meta["weight_version"], spans(meta["weight_versions"])) == (str(version), [(version, 0, 4)])

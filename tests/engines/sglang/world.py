@@ -56,8 +56,11 @@ class World:
 
 
 @contextlib.contextmanager
-def world(servers: Servers, checkpoints: Checkpoints, *, timeout_s: float = 30.0) -> Iterator[World]:
-    """Start everything at once. The hub's lease is long: who leaves without saying so stays in its lists."""
+def world(servers: Servers, checkpoints: Checkpoints, *, timeout_s: float = 30.0, **following: Any) -> Iterator[World]:
+    """Start everything at once; `following`: config of the follower only.
+
+    The hub's lease is long: who leaves without saying so stays in its lists.
+    """
     bare = checkpoints.bare(KIND)
     with (
         serve("tcp://127.0.0.1:0", lease_s=60.0, heartbeat_s=1.0) as hub,
@@ -65,7 +68,7 @@ def world(servers: Servers, checkpoints: Checkpoints, *, timeout_s: float = 30.0
     ):
         config: dict[str, Any] = {"server": hub.address, "timeout_s": timeout_s}
         told = servers.start(bare, *FLOAT32, config={**config, "follow": False})
-        follower = servers.start(bare, *FLOAT32, ranks=2, config=config)
+        follower = servers.start(bare, *FLOAT32, ranks=2, config={**config, **following})
         with ending(told, follower):
             told.ready()
             follower.ready()

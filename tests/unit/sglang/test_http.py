@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -121,6 +123,63 @@ def test_no_request_runs_before_the_front_has_started_and_none_if_it_cannot() ->
             managed(fake)
 
     asyncio.run(main())
+
+
+class App:
+    """A web application that starts as Starlette's do: `began` has what ran, in order."""
+
+    def __init__(self, began: list[str]) -> None:
+        self.router, self.began = self, began
+
+    @contextlib.asynccontextmanager
+    async def lifespan_context(self, app: Any) -> AsyncIterator[None]:
+        self.began.append("warm-up")
+        yield
+        self.began.append("closed")
+
+    def run(self) -> None:
+        """Serve as uvicorn does: what a start raises is logged, and ends it."""
+
+        async def serve() -> None:
+            async with self.router.lifespan_context(self):
+                self.began.append("serving")
+
+        with contextlib.suppress(StateError):
+            asyncio.run(serve())
+
+
+@pytest.mark.parametrize("agree", [True, False])
+def test_a_server_whose_front_cannot_start_serves_nothing_and_ends_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, agree: bool
+) -> None:
+    monkeypatch.setattr(http, "add_routes", lambda app, front: None)
+    began: list[str] = []
+
+    class Taken:
+        failure: str | None = None
+        serves = False
+        front = None
+
+        async def start(self) -> None:
+            began.append("front")
+            if not agree:
+                self.failure = "StateError: the ranks do not agree"
+                raise StateError(self.failure)
+
+        async def end(self) -> None:
+            began.append("left")
+
+    taken, app = Taken(), App(began)
+    original = app.router.lifespan_context
+    if agree:
+        http.serve(taken, app.run, app)  # type: ignore[arg-type]
+        assert began == ["front", "warm-up", "serving", "closed", "left"]
+    else:
+        with pytest.raises(SystemExit, match="the ranks do not agree"):
+            http.serve(taken, app.run, app)  # type: ignore[arg-type]
+        assert began == ["front"]
+    assert taken.serves
+    assert app.router.lifespan_context == original
 
 
 def test_an_engine_that_ends_leaves_the_hub_first_and_lets_go_of_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:

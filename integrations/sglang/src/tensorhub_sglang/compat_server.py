@@ -244,7 +244,7 @@ def before_shutdown(manager: Any, leave: Callable[[], Awaitable[None]]) -> None:
     def run_leave() -> None:
         with contextlib.suppress(Exception):  # the loop is closed, or runs
             loop = manager.event_loop or asyncio.get_event_loop_policy().get_event_loop()
-            if not loop.is_running():
+            if not loop.is_running() and not loop.is_closed():
                 loop.run_until_complete(leave())
 
     @functools.wraps(original)
