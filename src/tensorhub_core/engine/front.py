@@ -82,7 +82,8 @@ class EngineFront:
         self._timeout_s = config.timeout_s or load_settings().client.call_timeout_s
         self._swapper = Swapper(EngineStatus(config.model, config.replica or ""), time.monotonic, config.staged)
         self._following: asyncio.Task[None] | None = None
-        self._asleep = False
+        self._awake = asyncio.Event()
+        self._awake.set()
 
     @property
     def status(self) -> EngineStatus:
@@ -133,7 +134,7 @@ class EngineFront:
 
     async def wake(self) -> SwapOutcome:
         """Fill the memory again, with the newest version, and go on serving; to be called after it was made anew."""
-        self._asleep = False
+        self._awake.set()
         return await self.swap("latest" if self.config.version == "latest" else self._wanted(), self.config.mode)
 
     # --- how --------------------------------------------------------------------------------------------------------
@@ -144,9 +145,9 @@ class EngineFront:
     async def _sleep(self) -> None:
         async with self._turn():
             await drive_async(self._swapper.release(), self._perform)
-            self._asleep = self.status.code == ""
-            if not self._asleep:
+            if self.status.code:
                 raise StateError(f"the memory must not be released: {self.status.error}")
+            self._awake.clear()
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> Any:
@@ -161,7 +162,7 @@ class EngineFront:
 
     async def _swap(self, version: int | Literal["latest"], mode: SwapMode) -> SwapOutcome:
         async with self._turn():
-            if self._asleep:
+            if not self._awake.is_set():
                 raise StateError("the engine's memory is released: resume it first")
             outcome = await drive_async(self._swapper.swap(version, mode), self._perform)
         times = self.status.last_swap
@@ -244,6 +245,7 @@ class EngineFront:
             case WaitNewer(newer_than=newer_than):
                 return await self._wait_newer(newer_than)
             case SwapTo():
+                await self._awake.wait()  # or it would back off, and be late for what comes after the sleep
                 return await self.swap("latest", self.config.mode)
             case Sleep(seconds=seconds):
                 await asyncio.sleep(seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -204,6 +205,38 @@ def test_under_load_every_completion_names_the_version_that_made_it(both: World,
         time.sleep(0.2)
     for load in (told, followed):
         judge(load, both, fresh)
+
+
+def test_requests_whose_grammar_is_being_compiled_do_not_keep_the_engine_stopped(both: World) -> None:
+    """A paused scheduler does not look at them any more, and does not flush its cache while there are any."""
+    stop, ends, number = threading.Event(), [], itertools.count()
+
+    def ask() -> None:
+        while not stop.is_set():
+            regex = f"[a-z]{{1,{next(number) + 3}}}"  # a new one each time, or it would be in a cache
+            found = both.told.post(
+                "/generate",
+                input_ids=PROMPTS[0],
+                sampling_params={"max_new_tokens": 8, "temperature": 0, "regex": regex},
+            )
+            ends.append((found.status_code, found.json()["meta_info"]["finish_reason"]["type"]))
+
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for mode in ("keep", "abort", "wait", "keep", "abort", "wait"):
+        time.sleep(0.1)
+        version = both.publish(3 - both.seed)
+        reply = both.told.update(version=version, mode=mode)
+        assert reply.status_code == 200, reply.text
+        both.seed = 3 - both.seed
+    stop.set()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "a request never came back"
+    assert {status for status, _ in ends} == {200}, ends
+    assert {how for _, how in ends} <= {"length", "stop", "abort"}
+    assert both.told.answers() == both.fresh(both.seed)
 
 
 def judge(load: Load, both: World, fresh: dict[int, Any]) -> None:

@@ -266,6 +266,31 @@ def test_it_follows_by_itself(hub: Server, trainer: Worker) -> None:
     run(hub, ranks, script, follow=True)
 
 
+def test_it_does_not_try_to_follow_while_it_sleeps(hub: Server, trainer: Worker) -> None:
+    ranks = Ranks()
+
+    async def script(front: EngineFront) -> None:
+        tried, original = [], front.swap
+
+        async def swap(version: Any, mode: SwapMode) -> Any:
+            tried.append(version)
+            return await original(version, mode)
+
+        front.swap = swap  # type: ignore[method-assign]
+        await front.sleep()
+        await asyncio.to_thread(trains, trainer, ranks, 2)
+        await asyncio.sleep(0.3)
+        assert tried == [], "each try would make the next one later"
+        assert (await front.wake()).version == 2
+        await asyncio.to_thread(trains, trainer, ranks, 3)
+        until = asyncio.get_running_loop().time() + 20
+        while front.status.version != 3:
+            assert asyncio.get_running_loop().time() < until
+            await asyncio.sleep(0.02)
+
+    run(hub, ranks, script, follow=True)
+
+
 def test_a_server_without_a_front_says_so() -> None:
     assert answer_version(None)[0] == 409
     waiting: Coroutine[Any, Any, tuple[int, dict[str, Any]]] = answer_update(None, {})
