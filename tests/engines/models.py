@@ -19,6 +19,7 @@ KINDS = {
     "dense-untied": "llama",
     "moe": "qwen3-moe",
     "mla": "deepseek-v2",
+    "mla-yarn": "deepseek-v2-yarn",
     "transposed": "gpt2",
     "bias-one-kv-head": "qwen2",
     "float32": "llama",
@@ -34,6 +35,35 @@ _SIZES: dict[str, dict[str, Any]] = {
     "wider": {"hidden": 256},
     "deeper": {"layers": 3},
 }
+
+_MLA: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "initializer_range": 0.05,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 2,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 1024,
+}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+"""As DeepSeek's own models have it; SGLang builds them on a CPU with nothing else."""
 
 
 class Checkpoints:
@@ -67,26 +97,12 @@ def _make_other(folder: Path, arch: str, seed: int) -> None:
 
     sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.2}
     tokens = {"bos_token_id": 0, "eos_token_id": 0, "vocab_size": VOCABULARY}
+    mla = {**sizes, **tokens, **_MLA}
     configs: dict[str, tuple[Any, Any]] = {
-        "deepseek-v2": (
+        "deepseek-v2": (transformers.DeepseekV2ForCausalLM, transformers.DeepseekV2Config(**mla)),
+        "deepseek-v2-yarn": (
             transformers.DeepseekV2ForCausalLM,
-            transformers.DeepseekV2Config(
-                **{**sizes, "num_attention_heads": 2, "initializer_range": 0.05},
-                **tokens,
-                intermediate_size=256,
-                moe_intermediate_size=64,
-                num_key_value_heads=2,
-                n_routed_experts=4,
-                num_experts_per_tok=2,
-                n_shared_experts=1,
-                first_k_dense_replace=2,
-                q_lora_rank=None,
-                kv_lora_rank=512,
-                qk_nope_head_dim=128,
-                qk_rope_head_dim=64,
-                v_head_dim=128,
-                max_position_embeddings=1024,
-            ),
+            transformers.DeepseekV2Config(**mla, rope_parameters=_YARN, moe_layer_freq=1, scoring_func="softmax"),
         ),
         "gpt2": (
             transformers.GPT2LMHeadModel,

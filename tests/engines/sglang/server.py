@@ -35,6 +35,8 @@ LONG = [(i * 7) % 300 + 3 for i in range(150)]
 """Long enough to be answered from the prefix cache when it is asked twice."""
 PROMPTS = ([5, 6, 7, 8, 9], [100, 200, 300], LONG)
 Answers = list[list[int]]
+HTTP = httpx.Client(verify=False, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+"""One for all: making one reads certificates, which takes longer than any of these requests."""
 
 
 @dataclass
@@ -47,7 +49,7 @@ class Served:
 
     def version(self) -> dict[str, Any]:
         """Return the body of `GET /tensorhub/version`."""
-        return dict(httpx.get(f"{self.url}/tensorhub/version", timeout=20).raise_for_status().json())
+        return dict(HTTP.get(f"{self.url}/tensorhub/version", timeout=20).raise_for_status().json())
 
     def update(self, **body: Any) -> httpx.Response:
         """Send `POST /tensorhub/update`."""
@@ -55,7 +57,7 @@ class Served:
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         """Send any request with a JSON body."""
-        return httpx.post(f"{self.url}{path}", json=body, timeout=120)
+        return HTTP.post(f"{self.url}{path}", json=body, timeout=120)
 
     def generate(self, prompt: Sequence[int], tokens: int = 12, **options: Any) -> dict[str, Any]:
         """Return one completion at temperature 0: output_ids, meta_info."""
@@ -91,9 +93,9 @@ class Served:
             code = self.process.poll()
             assert code is None, f"the server ended with {code}:\n{self.text()[-8000:]}"
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                if HTTP.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return self
-            time.sleep(0.05)
+            time.sleep(0.1)
         raise AssertionError(f"not ready after {START_S} s:\n{self.text()[-8000:]}")
 
     def ended(self, timeout_s: float = 60.0) -> int:
@@ -162,12 +164,17 @@ class Servers:
         with ending(server):
             yield server.ready()
 
-    def fresh(self, checkpoint: Path, *options: str, ranks: int = 1) -> Fresh:
-        """Return what a stock engine is that has loaded the checkpoint from disk; started once for each."""
+    def fresh(self, checkpoint: Path, *options: str, ranks: int = 1, ask: bool = True) -> Fresh:
+        """Return what a stock engine is that has loaded the checkpoint from disk; started once for each.
+
+        Not `ask` = for a model that SGLang loads on a CPU, and cannot compute there.
+        """
         key = (checkpoint, options, ranks)
         if key not in self._fresh:
             with self.running(checkpoint, *options, ranks=ranks) as server:
-                self._fresh[key] = Fresh(server.answers(), [server.memory(rank) for rank in range(ranks)])
+                self._fresh[key] = Fresh(
+                    server.answers() if ask else [], [server.memory(rank) for rank in range(ranks)]
+                )
         return self._fresh[key]
 
     def call(self, module: str, function: str, *arguments: Any, environment: dict[str, str] | None = None) -> Forked:
@@ -234,7 +241,7 @@ def stream(server: Served, prompt: Sequence[int], tokens: int) -> Stream:
 def _read(server: Served, prompt: list[int], tokens: int, found: Stream) -> None:
     body = {"input_ids": prompt, "sampling_params": sampling(tokens), "stream": True}
     try:
-        with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=120) as reply:
+        with HTTP.stream("POST", f"{server.url}/generate", json=body, timeout=120) as reply:
             for line in reply.iter_lines():
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue

@@ -37,8 +37,8 @@ REFUSALS = {
     "an impossible value": Refusal(("mode must be one of wait, keep, abort",), config={"mode": "drain"}),
     "another load format": Refusal(("contradicts weight_source",), options=("--load-format", "dummy")),
     "options that do not work": Refusal(
-        ("does not work with:", "--cpu-offload-gb 1", "--enable-lora True"),
-        options=("--cpu-offload-gb", "1", "--enable-lora"),
+        ("does not work with:", "--cpu-offload-gb 1", "--enable-streaming-session True"),
+        options=("--cpu-offload-gb", "1", "--enable-streaming-session"),
     ),
     "no version": Refusal(("no version of model 'other'", "within 1 s"), config={"timeout_s": 1}),
     "a version of another model": Refusal(("self_attn.q_norm",), model="policy"),
