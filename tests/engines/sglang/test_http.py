@@ -28,7 +28,7 @@ DEADLINE_S = 8.0
 @pytest.fixture(scope="module")
 def both(servers: Servers, checkpoints: Checkpoints) -> Iterator[World]:
     """Start a server that is told, and one that follows."""
-    with world(servers, checkpoints, timeout_s=DEADLINE_S) as found:
+    with world(servers, checkpoints, ranks=(1, 2), timeout_s=DEADLINE_S) as found:
         yield found
 
 

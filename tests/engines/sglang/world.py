@@ -1,4 +1,4 @@
-"""A hub, a trainer, a server of one rank that swaps when told, and one of two ranks that follows."""
+"""A hub, a trainer, a server that swaps when told, and one that follows."""
 
 from __future__ import annotations
 
@@ -56,8 +56,10 @@ class World:
 
 
 @contextlib.contextmanager
-def world(servers: Servers, checkpoints: Checkpoints, *, timeout_s: float = 30.0, **following: Any) -> Iterator[World]:
-    """Start everything at once; `following`: config of the follower only.
+def world(
+    servers: Servers, checkpoints: Checkpoints, *, ranks: tuple[int, int], timeout_s: float = 30.0, **following: Any
+) -> Iterator[World]:
+    """Start everything at once; `ranks`: of the told server and of the follower, `following`: the latter's config.
 
     The hub's lease is long: who leaves without saying so stays in its lists.
     """
@@ -67,8 +69,8 @@ def world(servers: Servers, checkpoints: Checkpoints, *, timeout_s: float = 30.0
         training(hub.address, checkpoints(KIND, 1)) as trainer,
     ):
         config: dict[str, Any] = {"server": hub.address, "timeout_s": timeout_s}
-        told = servers.start(bare, *FLOAT32, config={**config, "follow": False})
-        follower = servers.start(bare, *FLOAT32, ranks=2, config={**config, **following})
+        told = servers.start(bare, *FLOAT32, ranks=ranks[0], config={**config, "follow": False})
+        follower = servers.start(bare, *FLOAT32, ranks=ranks[1], config={**config, **following})
         with ending(told, follower):
             told.ready()
             follower.ready()
