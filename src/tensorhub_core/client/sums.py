@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import itertools
 import os
@@ -45,6 +46,7 @@ def host_sums(checksum: Checksum) -> Sums:
     return by_views
 
 
+@functools.cache
 def _native_xxh3() -> Callable[[int, int], int] | None:
     """Return XXH3_64bits(address, length) of the xxhash package's own library; None if it does not show it."""
     try:

@@ -69,11 +69,28 @@ def l11_offload_copies_agree(state: ServerState) -> Iterator[str]:
 def l11_index_agrees(state: ServerState) -> Iterator[str]:
     """The index of who holds a version says what the copies say."""
     for model in state.models.values():
+        offered, published = (_whole_at(state, model, states) for states in (OFFERED, (CopyState.PUBLISHED,)))
         for key, record in model.versions.items():
-            for states, names in ((OFFERED, record.keeping.held), ((CopyState.PUBLISHED,), record.keeping.whole)):
-                right = {g.replica for g in model.groups.values() if holds_all(state, g, key, states)}
+            for states, found, names in (
+                (OFFERED, offered, record.keeping.held),
+                ((CopyState.PUBLISHED,), published, record.keeping.whole),
+            ):
+                right = found.get(key, set())
                 if names != right:
                     yield f"{model.name}: {key} is {states[-1]} at {sorted(right)}, not at {sorted(names)}"
+
+
+def _whole_at(state: ServerState, model: ModelState, states: tuple[CopyState, ...]) -> dict[VersionKey, set[str]]:
+    """Return, by version, the replicas of which `holds_all` is true: counted at once, as it is after every step."""
+    found: dict[VersionKey, set[str]] = {}
+    for group in model.groups.values():
+        workers = [state.workers[worker] for worker in group.members.values()]
+        if not workers or len(workers) != group.num_shards:
+            continue
+        held = [{c.key for c in (w.copy, *w.offloads) if c is not None and c.state in states} for w in workers]
+        for key in set.intersection(*held):
+            found.setdefault(key, set()).add(group.replica)
+    return found
 
 
 def l11_workers_that_wait_are_known(state: ServerState) -> Iterator[str]:
