@@ -35,7 +35,7 @@ from demo.profiles import FULL, QUICK, Profile  # noqa: E402
 from demo.proof import none_left  # noqa: E402
 from demo.sglang import profiles as sglang  # noqa: E402
 
-_LIMIT_S = {"full": 1800, "quick": 540, "megatron": 900, "megatron-quick": 540, "sglang": 900, "sglang-quick": 900}
+_LIMIT_S = {"full": 1800, "quick": 540, "megatron": 900, "megatron-quick": 540, "sglang": 900, "sglang-quick": 540}
 Form = Profile | megatron.Profile | sglang.Profile
 
 

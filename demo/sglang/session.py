@@ -216,12 +216,12 @@ class Session:
         self._account.fact(DIES, f"is killed (-9) while version {last + 1} is on its way to it")
 
     def _join(self, version: int, bare: Path, prompter: Prompter) -> None:
-        """Start an engine and take it in when it answers. The trainer's step takes so long; prompts go on.
+        """Start an engine and take it in when it answers. The step after `version` takes so long; prompts go on.
 
         With a newer version it could begin in the moment in which only the trainer has that, and fill from there.
         """
         self._account.fact(JOINS, "is started now, while prompts run")
-        self._start_sglang(JOINS, bare, first=version)
+        self._start_sglang(JOINS, bare, first=version + 1)
         self._ready(JOINS)
         member = self._fleet[JOINS]
         self._first_fill = fill = read_first_fill(member.program.text(), JOINS)

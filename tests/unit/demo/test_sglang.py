@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -25,6 +29,7 @@ from demo.sglang.proof import (
     wanted,
     went_on,
 )
+from demo.sglang.serving import ForkedProcess
 
 PROMPTS = [(1, 2), (3,)]
 LENGTH = 4
@@ -247,3 +252,30 @@ def test_a_request_that_fails_while_its_engine_should_live_is_a_failure() -> Non
     wait_until("it failed", lambda: bool(prompter.heard().failures), [], 10)
     heard = prompter.end()
     assert (heard.failures, heard.lost) == (["sglang-1 did not answer"], {})
+
+
+class FakeForked:
+    """A forked program whose zygote answers until it is gone."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.code, self.gone = pid, None, False
+
+    def poll(self) -> int | None:
+        assert not self.gone, "the zygote has ended"
+        return self.code
+
+
+def test_a_forked_program_counts_as_killed_when_nobody_is_left_to_ask() -> None:
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
+        pass
+    forked = FakeForked(process.pid)
+    program = ForkedProcess(cast(Any, forked))
+    assert program.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        program.wait(0.0)
+    forked.code = 3
+    assert (program.poll(), program.wait(1.0)) == (3, 3)
+    forked.gone = True
+    assert program.poll() == -signal.SIGKILL
+    forked.pid = os.getpid()
+    assert program.poll() is None
