@@ -23,6 +23,7 @@ from .zygote import Zygote
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     """The process that forks; it, and what it forked, end with the tests."""
     zygote = Zygote(tmp_path_factory.mktemp("sglang"))
+    zygote.begin()  # imports while the first test makes its models
     try:
         yield zygote
     finally:

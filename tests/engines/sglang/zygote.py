@@ -144,11 +144,10 @@ class Zygote:
         """End the zygote, and with it all that it forked."""
         if self._process is not None and self._channel is not None:
             self._channel.close()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it may still import
                 self._process.wait(20)
-            finally:
-                self._process.kill()
-                self._process.wait()
+            self._process.kill()  # what it forked dies with it
+            self._process.wait()
 
 
 # --- the process ----------------------------------------------------------------------------------------------------
