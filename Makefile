@@ -4,7 +4,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 ENVS := $(PYTHON) -m tools.envs
 
-.PHONY: help setup envs env-vllm env-sglang env-megatron demo demo-quick demo-megatron demo-megatron-quick test test-core test-vllm test-sglang test-megatron nightly-sim lint format bench docs clean clean-cache
+.PHONY: help setup envs env-vllm env-sglang env-megatron demo demo-quick demo-megatron demo-megatron-quick demo-sglang demo-sglang-quick test test-core test-vllm test-sglang test-megatron nightly-sim lint format bench docs clean clean-cache
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,12 @@ demo-megatron: setup env-vllm env-megatron  ## Megatron-Core trains on 2 x 2 ran
 
 demo-megatron-quick: setup env-vllm env-megatron  ## The same for fewer steps (1 minute)
 	@.envs/vllm/bin/python demo/run.py --megatron --quick
+
+demo-sglang: setup env-vllm env-sglang  ## A vLLM and SGLang engines follow one trainer; one is killed, one joins (2 minutes)
+	@.envs/vllm/bin/python demo/run.py --sglang
+
+demo-sglang-quick: setup env-vllm env-sglang  ## The same for fewer versions (1 minute)
+	@.envs/vllm/bin/python demo/run.py --sglang --quick
 
 test: setup env-vllm env-sglang env-megatron  ## Run every check that CI runs
 	@.venv/bin/python -m tools.check

@@ -70,6 +70,7 @@ PHASES = (
     _pytest("megatron", f"{MEGATRON}/python", "tests/engines/megatron", limit_s=900, lane="engines"),
     Phase("demo-quick", (f"{VLLM}/python", "demo/run.py", "--quick"), 600, lane="engines"),
     Phase("demo-megatron", (f"{VLLM}/python", "demo/run.py", "--megatron", "--quick"), 600, lane="engines"),
+    Phase("demo-sglang", (f"{VLLM}/python", "demo/run.py", "--sglang", "--quick"), 600, lane="engines"),
 )
 
 
