@@ -36,10 +36,10 @@ demo-megatron: setup env-vllm env-megatron  ## Megatron-Core trains on 2 x 2 ran
 demo-megatron-quick: setup env-vllm env-megatron  ## The same for fewer steps (1 minute)
 	@.envs/vllm/bin/python demo/run.py --megatron --quick
 
-demo-sglang: setup env-vllm env-sglang  ## A vLLM and SGLang engines follow one trainer; one is killed, one joins (2 minutes)
+demo-sglang: setup env-vllm env-sglang  ## A vLLM and SGLang engines follow one trainer; one is killed, one joins (3 minutes)
 	@.envs/vllm/bin/python demo/run.py --sglang
 
-demo-sglang-quick: setup env-vllm env-sglang  ## The same for fewer versions (1 minute)
+demo-sglang-quick: setup env-vllm env-sglang  ## The same for fewer versions (2 minutes)
 	@.envs/vllm/bin/python demo/run.py --sglang --quick
 
 test: setup env-vllm env-sglang env-megatron  ## Run every check that CI runs

@@ -46,8 +46,8 @@ _DEAD_S = 20.0
 """How long the trainer may wait for a reader that was killed: the hub's patience, and some."""
 
 _ON_CPU = (
-    "no CUDA here: it runs its torch code on the CPU, and a shim of the tests (tests/engines/sglang/shim) stands in "
-    "for the packages of its kernels"
+    "runs its torch code on the CPU here; for the packages of its kernels, which want CUDA, a shim of the tests "
+    "(tests/engines/sglang/shim) stands in"
 )
 
 
