@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from tensorhub_core.engine.config import WeightSourceConfig
 from tensorhub_core.errors import ERRORS, TensorHubError
 from tests.static.sources import ROOT
 
@@ -34,6 +37,16 @@ def test_operations_names_every_error() -> None:
     text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     errors = {kind.__name__ for kind in ERRORS.values()} - {TensorHubError.__name__}
     assert {name for name in errors if f"| `{name}` |" not in text} == set()
+
+
+def test_engines_names_every_key_of_the_config_and_its_default() -> None:
+    text = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ([^|]*) \|", text, re.MULTILINE)
+    keys = {name: default for names, default in reversed(rows) for name in re.findall(r"`(\w+)`", names)}
+    fields = dataclasses.fields(WeightSourceConfig)
+    assert {field.name for field in fields} <= keys.keys()
+    told = {field.name: json.dumps(field.default) for field in fields if field.default is not None}
+    assert {name for name, default in told.items() if default not in keys[name]} == set()
 
 
 def test_laws_names_every_law_once() -> None:
