@@ -40,11 +40,14 @@ class Registry:
         for target, hooks in self._hooks.items():
             if target in self._patched or target.startswith("nowhere."):
                 continue
-            called: Any = Scheduler.table
-            for _, hook, _ in hooks:
-                called = _after(called, hook)
-            Scheduler.table = called  # type: ignore[method-assign]
+            self._apply_target(target, hooks)
             self._patched.add(target)
+
+    def _apply_target(self, target: str, hooks: list[tuple[str, Callable[..., Any], object]]) -> None:
+        called: Any = Scheduler.table
+        for _, hook, _ in hooks:
+            called = _after(called, hook)
+        Scheduler.table = called  # type: ignore[method-assign]
 
 
 def _after(called: Any, hook: Callable[..., Any]) -> Any:
@@ -90,10 +93,20 @@ def test_a_hook_that_is_registered_late_is_applied(registry: Registry) -> None:
     assert Scheduler().table() == ["theirs", "ours"]
 
 
-def test_a_hook_on_what_another_plug_in_has_wrapped_is_missed(registry: Registry) -> None:
+def test_a_late_hook_goes_around_what_another_plug_in_has_wrapped(registry: Registry) -> None:
     registry.register(TARGET, hook("another", "another_plugin"))
     registry.apply_hooks()
     registry.register(TARGET, hook("ours", "tensorhub_sglang.server"))
+    registry.apply_hooks()
+    assert Scheduler().table() == ["theirs", "another"], "SGLang drops it"
+    compat.apply_hooks()
+    compat.apply_hooks()
+    assert Scheduler().table() == ["theirs", "another", "ours"]
+
+
+def test_a_hook_that_was_taken_away_is_missed(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.register(TARGET, hook("ours", "tensorhub_sglang.server"))
+    monkeypatch.setattr(registry, "_apply_target", lambda target, hooks: None)
     with pytest.raises(StateError, match=f"did not apply the adapter's hooks on {TARGET}"):
         compat.apply_hooks()
 

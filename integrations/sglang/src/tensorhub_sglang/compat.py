@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -214,15 +215,21 @@ def is_hooked(target: str) -> bool:
 def apply_hooks() -> None:
     """Apply hooks that were registered late, and make sure that all of ours are; raises StateError naming the others.
 
-    SGLang only logs a hook that it could not apply, and drops one for a function that another plug-in has wrapped.
+    SGLang only logs a hook that it could not apply, and drops a late one on a function that has been wrapped already,
+    by another plug-in for example: ours then goes around what is there.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     HookRegistry.apply_hooks()
+    for target in HookRegistry._patched & HookRegistry._hooks.keys():
+        dropped = _dropped(target, HookRegistry._hooks[target])
+        if dropped:
+            HookRegistry._apply_target(target, dropped)
     missing = sorted(
         target
         for target, hooks in HookRegistry._hooks.items()
-        if any(_is_ours(hook) for _, hook, _ in hooks) and not _is_applied(HookRegistry, target, hooks)
+        if any(_is_ours(entry[1]) for entry in hooks)
+        and (target not in HookRegistry._patched or _dropped(target, hooks))
     )
     if missing:
         raise StateError(f"SGLang did not apply the adapter's hooks on {', '.join(missing)}")
@@ -232,15 +239,11 @@ def _is_ours(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).split(".")[0] == __name__.split(".")[0]
 
 
-def _is_applied(registry: Any, target: str, hooks: Iterable[Any]) -> bool:
-    """Tell whether all of our hooks on `target` are in the chain of wrappers that is called there now."""
-    import pkgutil
-
-    if target not in registry._patched:
-        return False
+def _dropped(target: str, hooks: Iterable[Any]) -> list[Any]:
+    """Return those of our hooks on `target` that are not in the chain of wrappers that is called there now."""
     called, found = pkgutil.resolve_name(target), set()
     while called is not None:
         called = getattr(called, "__func__", called)
         found |= {id(cell.cell_contents) for cell in getattr(called, "__closure__", None) or ()}
         called = getattr(called, "__wrapped__", None)
-    return all(id(hook) in found for _, hook, _ in hooks if _is_ours(hook))
+    return [entry for entry in hooks if _is_ours(entry[1]) and id(entry[1]) not in found]

@@ -44,6 +44,7 @@ PLUG_POINTS: tuple[PlugPoint, ...] = (
         ("target", "hook", "hook_type"),
     ),
     PlugPoint("sglang.srt.plugins.hook_registry", "HookRegistry.apply_hooks", "does so"),
+    PlugPoint("sglang.srt.plugins.hook_registry", "HookRegistry._apply_target", "does so late", ("target", "hooks")),
     PlugPoint("sglang.srt.plugins.hook_registry", "HookRegistry._patched", "tells what was wrapped"),
     PlugPoint("sglang.srt.plugins.hook_registry", "HookType.AROUND", "kind of wrapping"),
     PlugPoint("sglang.srt.plugins.hook_registry", "HookType.AFTER", "kind of wrapping"),
