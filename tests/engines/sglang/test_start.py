@@ -71,13 +71,10 @@ def test_an_engine_without_weight_files_answers_like_one_that_loaded_the_checkpo
 
 
 def test_engines_fill_from_engines(world: World, servers: Servers, checkpoints: Checkpoints) -> None:
-    """The publisher has ended: only engines are left, and new ones take their bytes as these hold them.
-
-    The third one is started by the command as users type it, in an interpreter of its own that spawns its rank.
-    """
+    """The publisher has ended: only engines are left, and new ones take their bytes as these hold them."""
     assert world.publisher.end().code == 0
     bare = checkpoints.bare(KIND)
-    third = servers.start(bare, *FLOAT32, config=world.config(), forked=False)
+    third = servers.start(bare, *FLOAT32, config=world.config())
     fourth = servers.start(bare, *FLOAT32, config=world.config(), ranks=2)
     with ending(third, fourth):
         for engine, peer in ((fourth, world.two), (third, world.one)):
