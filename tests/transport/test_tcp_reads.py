@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from tensorhub_core.errors import TransportError
-from tensorhub_core.transport import tcp_waiting
+from tensorhub_core.transport import tcp_serving, tcp_waiting
 from tensorhub_core.transport.base import ReadState, Region
 from tensorhub_core.transport.tcp import TcpTransport
 from tensorhub_core.transport.tcp_addresses import listen
@@ -76,15 +77,21 @@ def test_a_pause_of_the_reader_while_it_connects_is_no_silence_of_the_peer(
     sides: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serving, side = sides(4096, seed=12), sides(4096)
-    waits, wait = [0], tcp_waiting._wait
+    waits, wait, serve, asked = [0], tcp_waiting._wait, tcp_serving._Connection._run, threading.Event()
+
+    def answers_later(connection: tcp_serving._Connection) -> None:
+        asked.wait(30)  # so that one look is not enough, however long it took to come to it
+        serve(connection)
 
     def paused(connections: Sequence[TcpConnection], timeout_s: float) -> None:
         waits[0] += 1
         if waits[0] <= 2:
             time.sleep(1.2)  # more than it may take to connect
         wait(connections, timeout_s)
+        asked.set()
 
     monkeypatch.setattr(tcp_waiting, "_wait", paused)
+    monkeypatch.setattr(tcp_serving._Connection, "_run", answers_later)
     peer = side.transport.attach(serving.transport.describe())
     assert np.array_equal(side.read(peer, serving.at, 4096), serving.memory)
     assert waits[0] >= 2

@@ -13,13 +13,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.processes.lives.member import LEASE_S, SHARDS
+from tests.processes.lives.member import LEASE_S, SHARDS, STACKS
 from tests.processes.lives.validators import Line
 
 ROOT = Path(__file__).parents[3]
 START_S = 60.0
 TRIES = 4
 POLL_S = 0.02
+STACKS_S = 1.0
+ERROR_LINES = 120
 TRAINERS = ("trainer-0", "trainer-1")
 READERS = ("reader-0", "reader-1", "reader-2", "reader-3")
 Place = tuple[str, int]
@@ -123,6 +125,7 @@ class Cast:
             if condition():
                 return
             if time.monotonic() > end:
+                self._show_stacks()
                 raise AssertionError(f"{what} did not come within {timeout_s:g} s\n{self._last_lines()}")
             time.sleep(POLL_S)
 
@@ -137,6 +140,13 @@ class Cast:
         self.until(look, f"a line of {process.place}", timeout_s)
         return found[0]
 
+    def _show_stacks(self) -> None:
+        """Have every process write where its threads are, also one that is stuck in a library that holds the lock."""
+        for process in self._playing.values():
+            if process.process.poll() is None:
+                process.process.send_signal(STACKS)
+        time.sleep(STACKS_S)
+
     def _last_lines(self) -> str:
         """Return the last lines of every living process, but for heartbeats."""
         text = []
@@ -145,7 +155,7 @@ class Cast:
                 x for x in self.history() if x["pid"] == process.pid and x.get("message") not in ("Heartbeat", "Ok")
             ]
             text.append(f"--- {place} {process.pid}, returned {process.process.poll()}")
-            text += process.errors.read_text().splitlines()[-5:]
+            text += process.errors.read_text().splitlines()[-ERROR_LINES:]
             text += [json.dumps({key: value for key, value in x.items() if key not in WHO}) for x in said[-12:]]
         return "\n".join(text)
 

@@ -11,8 +11,10 @@ when the process is killed.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -34,6 +36,8 @@ from tensorhub_core.wire.codec import decode_reply, decode_request, split
 SHARD_BYTES = 2 << 20
 SHARDS = 2
 CALL_S = 20.0
+STACKS = signal.SIGUSR1
+"""Has a member write the stacks of its threads to standard error."""
 LEASE_S = 0.7
 MARK = 0xA5
 FIELDS = ("round", "epoch", "number", "generation", "server_epoch", "prefix", "code", "published", "promised", "held")
@@ -211,6 +215,7 @@ def run_hub(history: History, address: str) -> None:
 
 def main() -> None:
     """Play a role."""
+    faulthandler.register(STACKS, all_threads=True)
     role, path, address, *place = sys.argv[1:]
     if role == "hub":
         return run_hub(History(path, role=role), address)
