@@ -192,12 +192,13 @@ def test_a_call_after_one_that_was_ending_when_the_server_went_joins_the_new_ser
     assert reached.wait(10)
     time.sleep(0.7)  # the deadline has passed: the read is being stopped
     restart(here)
-    end = time.monotonic() + 10
-    while not rollout.counters.reconnects and time.monotonic() < end:
+    end = time.monotonic() + 30
+    while not rollout.counters.reconnects:
+        assert time.monotonic() < end
         time.sleep(0.01)
     time.sleep(0.3)  # the round has heard of it
     stuck.set()
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises((DeadlineExceeded, ServerUnreachable)):  # the latter if no heartbeat came for a second
         reading.result(25)
     assert rollout.replicate(timeout_s=15) == 4
     assert equal(tensors, weights())
