@@ -80,15 +80,16 @@ def test_a_pause_of_the_reader_while_it_connects_is_no_silence_of_the_peer(
     waits, wait, serve, asked = [0], tcp_waiting._wait, tcp_serving._Connection._run, threading.Event()
 
     def answers_later(connection: tcp_serving._Connection) -> None:
-        asked.wait(30)  # so that one look is not enough, however long it took to come to it
+        asked.wait(30)  # so that one look is not enough, however late it comes
         serve(connection)
 
     def paused(connections: Sequence[TcpConnection], timeout_s: float) -> None:
         waits[0] += 1
+        if waits[0] == 2:
+            asked.set()
         if waits[0] <= 2:
             time.sleep(1.2)  # more than it may take to connect
         wait(connections, timeout_s)
-        asked.set()
 
     monkeypatch.setattr(tcp_waiting, "_wait", paused)
     monkeypatch.setattr(tcp_serving._Connection, "_run", answers_later)
