@@ -55,16 +55,13 @@ class HubSession:
         self.replica = from_first_rank(ranks, config.replica or unique_name(engine))
         self.timeout_s = config.timeout_s or load_settings().client.call_timeout_s
 
-    def start(
-        self, memory: EngineMemory, load: Callable[[], list[LogicalTensor]], bootstrap: bool | None = None
-    ) -> EngineShard:
-        """Fill the memory from peers; with `bootstrap` and no version anywhere have `load` fill it from disk.
+    def start(self, memory: EngineMemory, load: Callable[[], list[LogicalTensor]]) -> EngineShard:
+        """Fill the memory from peers, or by `load` if the config says `bootstrap` and nobody holds a version.
 
         `load` returns what it read, and its bytes become version 0. Raises LayoutMismatch before a byte moves if no
         version fits, DeadlineExceeded if none came in time, and what else went wrong.
         """
-        wanted = self.config.bootstrap if bootstrap is None else bootstrap
-        if wanted and from_first_rank(self.ranks, "load" if self.nothing_there() else "fill") == "load":
+        if self.config.bootstrap and from_first_rank(self.ranks, "load" if self.nothing_there() else "fill") == "load":
             self._log.info("no version of %r anywhere: loading from disk as version 0", self.config.model)
             shard = self.publish_first(memory, load())
             if shard is not None:
