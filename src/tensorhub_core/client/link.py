@@ -13,7 +13,7 @@ from enum import Enum
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from tensorhub_core.client.search import MOST_ADDRESSES
+from tensorhub_core.client.search import MOST_ADDRESSES, MOST_PAUSE_S
 from tensorhub_core.errors import ConfigError, TransportError
 from tensorhub_core.limits import ZMQ_FILES, check_files, no_files
 from tensorhub_core.wire.codec import MAX_MESSAGE_BYTES
@@ -29,7 +29,7 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_RETRY_MS, _MOST_RETRY_MS = 50, 1000
+_RETRY_MS = 50
 
 
 class LinkEvent(Enum):
@@ -66,6 +66,7 @@ class Link:
         self._keys = keys
         self._troubles: dict[str, str] = {}
         self.connected = False
+        self.most_pause_s = MOST_PAUSE_S
         check_files(ZMQ_FILES, "a connection to the server")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wake_lock = threading.RLock()  # a signal handler may call what it has interrupted
@@ -115,7 +116,7 @@ class Link:
         dealer.setsockopt(zmq.IMMEDIATE, 1)
         dealer.setsockopt(zmq.IPV6, int("[" in address))
         dealer.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
-        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _MOST_RETRY_MS)
+        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, round(self.most_pause_s * 1000))
         dealer.setsockopt(zmq.TCP_KEEPALIVE, 1)
         dealer.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
         dealer.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)

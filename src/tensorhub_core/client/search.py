@@ -17,6 +17,8 @@ TRY_S = 1.0
 ANSWER_S = 5.0
 """How long a server that has accepted the connection may take to answer a hello."""
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.05, 1.0
+TRIES_PER_LEASE = 4
+"""A server that has restarted listens for one lease: whoever lives tries often enough to be heard by then (law L5)."""
 OWN_PAUSE_S = 2.0
 """A longer gap between two looks is this process's own, and not the server's silence."""
 
@@ -50,6 +52,7 @@ class Search:
     connected: bool = False
     welcome: bool = False
     patience_s: float = ANSWER_S
+    most_pause_s: float = MOST_PAUSE_S
     _turned_away: int = 0
     _due_s: float | None = None
     _again: bool = False
@@ -74,6 +77,7 @@ class Search:
         """Note that the server at this address serves; it may be silent for one lease from now on."""
         self.welcome, self._turned_away, self._asked_s, self._due_s = True, 0, None, None
         self.patience_s = max(lease_s, 1.0)
+        self.most_pause_s = max(LEAST_PAUSE_S, min(MOST_PAUSE_S, lease_s / TRIES_PER_LEASE))
 
     def asked(self, now: float) -> None:
         """Note that something was sent which a server answers at once."""
@@ -102,7 +106,7 @@ class Search:
         """Return a pause that grows with every time that all addresses were tried in vain."""
         pause_s = LEAST_PAUSE_S * 2.0 ** min(10, self._turned_away // len(self.addresses))
         self._turned_away += 1
-        return min(MOST_PAUSE_S, pause_s)
+        return min(self.most_pause_s, pause_s)
 
     def due(self, now: float) -> bool:
         """Tell whether it is time to connect anew, to `next`'s address."""

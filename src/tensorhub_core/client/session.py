@@ -324,6 +324,7 @@ class Session:
         self._heartbeat_s = reply.heartbeat_s
         again = self._welcome.done()
         self._search.welcomed(reply.lease_s)
+        self._link.most_pause_s = self._search.most_pause_s  # from the next loss on
         self._pending.begin(self.hellos, self._standing_requests() if again else {})
         self._greeted = True
         if again:

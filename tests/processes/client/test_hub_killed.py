@@ -18,7 +18,7 @@ from tests.processes.client.test_cases_holders import MIB, TOTAL_BYTES, until
 from tests.processes.client.test_faults import BY, SMALL, Brake, in_background
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("small_steps")]
-LEASE_S = 1.0
+LEASE_S = 2.0
 
 
 class KilledHub:
@@ -40,7 +40,7 @@ class KilledHub:
         self._hubs.close()
 
     def worker(self, replica: str, tensors: Tensors, **settings: Any) -> Worker:
-        settings = {**SMALL, "call_timeout_s": 40, "close_timeout_s": 2, **settings}
+        settings = {**SMALL, "call_timeout_s": 40, "close_timeout_s": 2, "handover_s": 0.5, **settings}
         worker = connect(self.address, model="m", replica=replica, settings=settings)
         self._workers.callback(worker.close)
         worker.register(tensors)

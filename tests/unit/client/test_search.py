@@ -71,6 +71,22 @@ def test_refused_everywhere_all_are_tried_in_turn_ever_more_slowly_but_never_slo
     assert pauses == sorted(pauses)
 
 
+@pytest.mark.parametrize("lease_s", [0.01, 0.4, 2.0, 60.0])
+def test_who_knows_a_servers_lease_tries_several_times_within_it(lease_s: float) -> None:
+    """For so long a server that has restarted waits for those who hold or read something."""
+    search, now, pauses = Search(ABC[:1], 0.0), 0.0, []
+    search.up(now)
+    search.welcomed(lease_s)
+    search.lost(now)
+    for _ in range(30):
+        search.next(now)
+        search.turned_away(now)
+        then = until_due(search, now, step_s=0.001)
+        pauses.append(then - now)
+        now = then
+    assert max(pauses) == pytest.approx(min(MOST_PAUSE_S, max(LEAST_PAUSE_S, lease_s / 4)), abs=0.01)
+
+
 def test_refusals_that_come_twice_do_not_put_the_next_try_off() -> None:
     search = Search(ABC, 0.0)
     search.turned_away(0.0)

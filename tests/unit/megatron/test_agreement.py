@@ -26,6 +26,7 @@ def test_ranks_may_come_as_late_as_the_job_lets_them(tmp_path: Path, given: time
 def test_ranks_that_do_not_say_that_they_lost_others_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a job larger than one number of the store can hold."""
     monkeypatch.setattr("tensorhub_megatron.agreement._ROLL_CALL_S", 0.2)
+    monkeypatch.setattr("tensorhub_megatron.agreement._STORE_S", 60.0)  # a file, on a machine that may be busy
     store = dist.FileStore(str(tmp_path / "store"), 1)
     monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: store)
     ranks = []
@@ -45,7 +46,8 @@ def test_ranks_that_do_not_say_that_they_lost_others_are_named(tmp_path: Path, m
 
 
 def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorhub_megatron.agreement._ROLL_CALL_S", 0.05)
+    for bound in ("_ROLL_CALL_S", "_STORE_S"):
+        monkeypatch.setattr(f"tensorhub_megatron.agreement.{bound}", 0.05)
     agreement = object.__new__(RanksAgree)
     monkeypatch.setattr(RanksAgree, "_absent", lambda _: time.sleep(1))
     assert "whoever keeps the job's store" in str(agreement._lost("", RuntimeError()))

@@ -17,6 +17,8 @@ _LATE_S = 1800.0
 """How late ranks may come where the job does not say: as long as torch waits for them by default."""
 _ROLL_CALL_S = 3.0
 """How long ranks that have lost others wait for each other to say so."""
+_STORE_S = 3.0
+"""How much longer the job's store may take to answer."""
 _MARKS = 60
 """Ranks that say so in one number of the job's store."""
 
@@ -153,7 +155,7 @@ class RanksAgree:
         # Who keeps the store may be who is missing: then it does not answer.
         asking = threading.Thread(target=lambda: absent.append(self._absent()), name="tensorhub-roll-call", daemon=True)
         asking.start()
-        asking.join(2 * _ROLL_CALL_S)
+        asking.join(_ROLL_CALL_S + _STORE_S)
         if not absent:
             lost = "other ranks of the trainer, with whoever keeps the job's store (rank 0, or its launcher), are gone"
         elif len(absent[0]) == 1:
