@@ -3,7 +3,8 @@
     python -m tools.check                 every phase
     python -m tools.check mypy unit       some of them
 
-Phases of one lane run one after the other, the lanes side by side: engines and processes wait more than they compute.
+Phases of one lane run one after the other, the lanes side by side: engines wait more than they compute. What has short
+leases and deadlines comes before, in a lane that runs alone: beside others it would meet them on a slow machine.
 A failing phase does not keep the others from running; the exit code is 1 if any failed.
 """
 
@@ -46,23 +47,27 @@ class Phase:
     lane: str = "core"
 
 
+FIRST = "first"
+"""The lane that runs before the others."""
+
+
 def _pytest(name: str, python: str, *arguments: str, limit_s: float, lane: str = "core") -> Phase:
     return Phase(name, (python, "-m", "pytest", "-q", "--durations=5", *arguments), limit_s, tests=True, lane=lane)
 
 
 PHASES = (
-    Phase("ruff", (f"{CORE}/ruff", "check", "."), 120),
-    Phase("format", (f"{CORE}/ruff", "format", "--check", "."), 120),
-    Phase("mypy", (f"{CORE}/mypy",), 600),
-    Phase("imports", (f"{CORE}/lint-imports", "--cache-dir", ".work/imports"), 300),
-    # More workers than cores, for they wait most of the time; in the order of tests/processes/conftest.py. Before what
-    # only computes: that is then spread over all cores when the engines are done.
+    # More workers than cores, for they wait most of the time; in the order of tests/processes/conftest.py.
     _pytest(
         *("processes", f"{CORE}/python", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"),
         *("tests/processes", "tests/transport"),
         limit_s=1500,
+        lane=FIRST,
     ),
-    _pytest("readme", f"{CORE}/python", "tests/readme", limit_s=300),
+    _pytest("readme", f"{CORE}/python", "tests/readme", limit_s=300, lane=FIRST),
+    Phase("ruff", (f"{CORE}/ruff", "check", "."), 120),
+    Phase("format", (f"{CORE}/ruff", "format", "--check", "."), 120),
+    Phase("mypy", (f"{CORE}/mypy",), 600),
+    Phase("imports", (f"{CORE}/lint-imports", "--cache-dir", ".work/imports"), 300),
     _pytest("unit", f"{CORE}/python", "-n", "2", "tests", *(f"--ignore={path}" for path in ALONE), limit_s=1200),
     _pytest("walk", f"{CORE}/python", "-n", "2", "tests/walk", limit_s=900),
     _pytest("vllm", f"{VLLM}/python", "tests/engines/vllm", limit_s=1500, lane="engines"),
@@ -165,7 +170,14 @@ def _count(report: Path) -> tuple[int, int, int]:
 
 
 def run(phases: Sequence[Phase]) -> list[Outcome]:
-    """Run phases in the repository's root, lanes side by side; returns the outcomes in the order of the phases.
+    """Run phases in the repository's root, those of `FIRST` before the others; returns the outcomes in their order."""
+    first = [phase for phase in phases if phase.lane == FIRST]
+    others = [phase for phase in phases if phase.lane != FIRST]
+    return [outcome for part in (first, others) if part for outcome in _side_by_side(part)]
+
+
+def _side_by_side(phases: Sequence[Phase]) -> list[Outcome]:
+    """Run lanes side by side; returns the outcomes in the order of the phases.
 
     With one lane, output goes straight to the terminal; with several, a phase's whole output comes when it ends.
     """

@@ -133,6 +133,20 @@ def test_lanes_run_side_by_side_and_the_phases_of_one_in_order(
     assert lines.index("begin one") < lines.index("begin three")
 
 
+def test_what_needs_the_machine_for_itself_runs_before_the_others(tmp_path: Path) -> None:
+    (said := tmp_path / "said").mkdir()
+    note = f"import pathlib, time; at = pathlib.Path({str(said)!r}); "
+    alone = f"{note}time.sleep(0.3); assert not list(at.iterdir()); (at / 'done').touch()"
+    after = f"{note}assert (at / 'done').exists(); (at / 'begun').touch(exist_ok=True)"
+    phases = [
+        Phase("core", (sys.executable, "-c", after), 30),
+        Phase("alone", (sys.executable, "-c", alone), 30, lane=check.FIRST),
+        Phase("engines", (sys.executable, "-c", after), 30, lane="engines"),
+    ]
+    outcomes = check.run(phases)
+    assert [(o.phase.name, o.why) for o in outcomes] == [("alone", ""), ("core", ""), ("engines", "")]
+
+
 def test_a_failure_in_one_lane_stops_no_other(tmp_path: Path) -> None:
     phases = [
         Phase("gone", ("no/such/program",), 30),
