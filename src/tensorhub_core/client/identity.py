@@ -23,6 +23,7 @@ class Identity:
     stream: str | None = None
     zone: str = ""
     host: str = ""
+    rail: str = ""
     spot: bool = False
     observer: bool = False
     keeper: bool = False
@@ -78,6 +79,7 @@ def hello_of(
         stream=identity.stream,
         zone=identity.zone,
         host=identity.host,
+        rail=identity.rail,
         spot=identity.spot,
         observer=identity.observer,
         high=high,

@@ -68,6 +68,7 @@ def hello(s: Step, session: SessionId, request: int, m: Hello) -> None:
         group.zone, group.host, group.spot, group.keeper = m.zone, m.host, m.spot, m.keeper
         group.generation += 1
     worker.announces_sums, worker.casts = m.announces_sums, m.casts
+    worker.host, worker.rail = m.host, m.rail
     note_ended(s, group, worker, m)
     welcome(s, worker, request, group)
     take_back(s, worker, m)
@@ -79,7 +80,7 @@ def check_hello(s: Step, m: Hello) -> None:
     config = s.state.config
     if m.protocol != PROTOCOL:
         raise ProtocolMismatch(f"the client speaks protocol {m.protocol}, this server {PROTOCOL}: run the same release")
-    for what, text in (("stream", m.stream), ("zone", m.zone), ("host", m.host)):
+    for what, text in (("stream", m.stream), ("zone", m.zone), ("host", m.host), ("rail", m.rail)):
         if text is not None and len(text.encode("utf-8", "surrogatepass")) > config.max_name_bytes:
             raise ConfigError(f"{what} must be a name of at most {config.max_name_bytes} bytes")
     for what, text in (("model", m.model), ("replica", m.replica), ("token", m.token)):

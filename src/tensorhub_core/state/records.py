@@ -145,6 +145,9 @@ class Worker:
     """It announces the checksums of what it derives from other layouts, and follows copies whose holders do."""
     casts: bool = False
     """What it derives may be converted to other dtypes."""
+    host: str = ""
+    rail: str = ""
+    """The machine and, of it, the NIC group that it uses; empty is unknown. Shards of a replica may differ."""
     offload_asked: CopyId | None = None
     offload_failed: Message | None = None
     """The copy that the worker was told to offload, and why it could not."""

@@ -49,7 +49,8 @@ class Hello(Message, frozen=True):
     `server_epoch` is the highest epoch of a server it ever heard of: a server of a lower one stops without an answer.
     `offloads` are the offload copies it holds in host memory; `keeper` says that its replica exists to keep versions
     (law L11). `announces_sums`: it announces the checksums of what it derives from other layouts, and follows copies
-    whose holders do. `casts`: what it derives may be converted.
+    whose holders do. `casts`: what it derives may be converted. `zone`, `host` and `rail` say where this shard runs:
+    datacentre, machine and NIC group; empty is unknown. Shards of one replica may be on different machines.
     """
 
     protocol: int
@@ -72,6 +73,7 @@ class Hello(Message, frozen=True):
     created: tuple[Count, Count] | None = None
     announces_sums: bool = False
     casts: bool = False
+    rail: str = ""
 
 
 class Heartbeat(Message, frozen=True):

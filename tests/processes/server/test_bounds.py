@@ -112,7 +112,7 @@ def test_what_is_too_large_is_refused_by_name(server: ServerProcess, message: di
         assert isinstance(client.hello(observer=True), Welcome), "the same connection still works"
 
 
-@pytest.mark.parametrize("what", ["token", "model", "replica", "stream", "zone", "host"])
+@pytest.mark.parametrize("what", ["token", "model", "replica", "stream", "zone", "host", "rail"])
 @pytest.mark.parametrize("size", [1025, 10 * MIB])
 def test_names_are_bounded(server: ServerProcess, what: str, size: int) -> None:
     fields: dict[str, Any] = {"token": secrets.token_hex(8), "model": "m", "replica": "r"}
