@@ -1,0 +1,224 @@
+"""A fleet: a hub, workers in zones and hosts, and links between them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.sim.assumptions import Assumptions
+from bench.sim.events import Events
+from bench.sim.hub import Hub
+from bench.sim.links import Link, Network
+from bench.sim.session import Identity, Place, Session
+from bench.sim.shapes import Shape, blob
+from bench.sim.workers import Peers, Worker
+
+from tensorhub_core.client.rounds import End
+from tensorhub_core.ids import SessionId
+from tensorhub_core.state.messages import Reply
+
+MODEL = "policy"
+HOME = "home"
+_BEATS = 20
+_LIMIT_S = 3600.0
+
+
+class SimulationError(Exception):
+    """A simulated fleet did not do what it was to do; the text says what."""
+
+
+@dataclass(eq=False)
+class Replica:
+    """The workers of one replica."""
+
+    name: str
+    workers: list[Worker]
+    ready_s: float = 0.0
+    began_s: float | None = None
+    ended_s: float | None = None
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def stall_s(self) -> float:
+        """Return how long its GPUs have stood still for its last update."""
+        if self.began_s is None or self.ended_s is None:
+            raise SimulationError(f"{self.name} has not got the version: {self.errors}")
+        return self.ended_s - self.began_s
+
+
+class Fleet:
+    """One simulated world. Everything in it comes from the seed."""
+
+    def __init__(self, assumptions: Assumptions, shard_bytes: int, shards: int, seed: int = 1, **config: Any) -> None:
+        self.assumptions, self.shards = assumptions, shards
+        self.events, self.network = Events(), Network()
+        self.events.after = self.network.settle
+        self.random = random.Random(seed)
+        self.hub = Hub(self.events, assumptions, self._deliver, **config)
+        self.peers: Peers = {}
+        self.replicas: dict[str, Replica] = {}
+        self.wan: dict[tuple[str, str], Link] = {}
+        self._sessions: dict[SessionId, Session] = {}
+        self._hosts: dict[str, int] = {}
+        self._beat = 0
+        segment = assumptions.segment_bytes.value
+        self.shapes = [
+            Shape(blob(f"layout {shard}".encode().ljust(4096)), shard_bytes, segment) for shard in range(shards)
+        ]
+        self.events.later(assumptions.heartbeat_s.value / _BEATS, self._beats)
+
+    # --- who is there -----------------------------------------------------------------------------------------------
+
+    def add(self, name: str, zone: str = HOME, *, spot: bool = False, seeds: bool = False) -> Replica:
+        """Add a replica; its workers fill hosts one after the other."""
+        workers = [self._worker(name, shard, zone, spot, seeds) for shard in range(self.shards)]
+        replica = self.replicas[name] = Replica(name, workers)
+        return replica
+
+    def _worker(self, name: str, shard: int, zone: str, spot: bool, seeds: bool) -> Worker:
+        a, number = self.assumptions, len(self._sessions)
+        kind = zone + (" agents" if seeds else "")
+        slot = self._hosts[kind] = self._hosts.get(kind, -1) + 1
+        per = a.gpus_per_host.value
+        place = Place(zone, f"{kind} host {slot // per}", f"rail {slot % per}")
+        identity = Identity(MODEL, name, shard, self.shards, place, spot, seeds)
+        latency_s = a.latency_s.value + (a.wan_latency_s.value if zone != HOME else 0.0)
+        id_ = SessionId(b"session %d" % number)
+        listener = _Late()
+        session = Session(self.hub, identity, listener, latency_s, id_)
+        nic = a.link_bytes_per_s
+        out, into = Link(f"{name}/{shard} out", nic), Link(f"{name}/{shard} in", nic)
+        shape, near = self.shapes[shard], Link(f"{name}/{shard} bus", nic)
+        worker = Worker(self.events, self.network, a, session, shape, self.peers, self.path, out, into, near)
+        session.listener = worker
+        self._sessions[id_] = session
+        return worker
+
+    def path(self, source: Worker, reader: Worker) -> tuple[Link, ...]:
+        """Return the links between two workers."""
+        here, there = source.session.identity.place, reader.session.identity.place
+        if here.host == there.host:
+            return (reader.bus,)
+        if here.zone == there.zone:
+            return (source.out, reader.into)
+        return (source.out, self._between(here.zone, there.zone), reader.into)
+
+    def _between(self, one: str, other: str) -> Link:
+        if (one, other) not in self.wan:
+            self.wan[one, other] = Link(f"{one} to {other}", self.assumptions.between_bytes_per_s)
+        return self.wan[one, other]
+
+    def workers(self) -> Iterable[Worker]:
+        """Yield all workers."""
+        for replica in self.replicas.values():
+            yield from replica.workers
+
+    # --- what happens -----------------------------------------------------------------------------------------------
+
+    def run(self, done: Callable[[], bool], what: str, limit_s: float = _LIMIT_S) -> None:
+        """Let time pass until something is done; raises SimulationError if it is not within a limit."""
+        if not self.events.run(done, self.events.now + limit_s):
+            raise SimulationError(f"{what}: not done after {limit_s:g} simulated seconds")
+
+    def connect(self, replicas: Iterable[Replica]) -> None:
+        """Let replicas connect and register."""
+        left: set[str] = set()
+        for replica in replicas:
+            for worker in replica.workers:
+                left.add(worker.name)
+                worker.connect(lambda name=worker.name: left.discard(name))  # type: ignore[misc]
+        self.run(lambda: not left, "connecting")
+
+    def unpublish(self, replica: Replica) -> None:
+        """Let a replica take its copy back."""
+        left = {worker.name for worker in replica.workers}
+        for worker in replica.workers:
+            worker.unpublish(lambda name=worker.name: left.discard(name))  # type: ignore[misc]
+        self.run(lambda: not left, "unpublishing")
+
+    def publish(self, replica: Replica, version: int) -> None:
+        """Let a replica publish a version."""
+        left = {worker.name for worker in replica.workers}
+        for worker in replica.workers:
+            worker.publish(version, lambda name=worker.name: left.discard(name))  # type: ignore[misc]
+        self.run(lambda: not left, "publishing")
+
+    def update_at(self, replica: Replica, time_s: float) -> None:
+        """Let a replica stop at a time and get the newest version."""
+        replica.ready_s, replica.began_s, replica.ended_s = time_s, None, None
+        self.events.at(time_s, self.update, replica)
+
+    def update(self, replica: Replica, again: bool = False) -> None:
+        """Let a replica stop now and get the newest version; a round that is broken is tried again."""
+        if not all(worker.alive for worker in replica.workers):
+            return
+        if not again:
+            replica.began_s = self.events.now
+        left = {worker.name for worker in replica.workers}
+        failed: list[str] = []
+
+        def ended(name: str, end: End) -> None:
+            left.discard(name)
+            if end.error is not None:
+                failed.append(str(end.error))
+            if left:
+                return
+            if failed:
+                replica.errors += failed[:1]
+                if len(replica.errors) < 20:
+                    self.events.later(0.1, self.update, replica, True)
+            else:
+                replica.ended_s = self.events.now
+
+        for worker in replica.workers:
+            worker.update(lambda end, name=worker.name: ended(name, end))  # type: ignore[misc]
+
+    def update_all(self, replicas: Iterable[Replica], times_s: Iterable[float]) -> None:
+        """Let replicas update, each at its time, and wait for all."""
+        replicas = list(replicas)
+        for replica, time_s in zip(replicas, times_s, strict=True):
+            self.update_at(replica, time_s)
+        self.run(lambda: all(r.ended_s is not None or not r.workers[0].alive for r in replicas), "updating")
+
+    def kill(self, replica: Replica) -> None:
+        """Kill all processes of a replica."""
+        for worker in replica.workers:
+            worker.kill()
+
+    def kill_hub(self) -> None:
+        """Kill the hub; another life of it begins a while later, and everybody finds it within a part of a lease."""
+        a = self.assumptions
+        self.hub.kill()
+        for session in self._sessions.values():
+            session.lost()
+        self.events.later(a.restart_s.value, self._restart)
+
+    def _restart(self) -> None:
+        self.hub.start()
+        within_s = self.assumptions.hello_within.value * self.assumptions.lease_s.value
+        for session in self._sessions.values():
+            self.events.later(self.random.uniform(0.0, within_s), session.again)
+
+    def _deliver(self, session: SessionId, request: int, message: Reply) -> None:
+        to = self._sessions[session]
+        self.events.later(to.latency_s, to.hear, request, message)
+
+    def _beats(self) -> None:
+        """Let every twentieth worker say that it lives."""
+        self._beat = (self._beat + 1) % _BEATS
+        for number, session in enumerate(self._sessions.values()):
+            if number % _BEATS == self._beat:
+                session.beat()
+        self.events.later(self.assumptions.heartbeat_s.value / _BEATS, self._beats)
+
+
+class _Late:
+    """Stands for a worker that is being made."""
+
+    def on_push(self, message: Reply) -> None:
+        """Hear nothing."""
+
+    def on_reopened(self, welcome: object) -> None:
+        """Hear nothing."""

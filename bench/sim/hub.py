@@ -1,0 +1,111 @@
+"""The hub: the real server machine behind a queue of one server; virtual time passes for each message it takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from bench.sim.assumptions import Assumptions
+from bench.sim.events import Events
+
+from tensorhub_core.ids import SessionId
+from tensorhub_core.state.events import Event, Received, Send, Tick
+from tensorhub_core.state.machine import step
+from tensorhub_core.state.messages import Blob, Done, JoinRound, Ok, PutBlob, Relocate, Reply, Request
+from tensorhub_core.state.records import MachineConfig, ServerState
+
+Deliver = Callable[[SessionId, int, Reply], None]
+_CHOOSES = (JoinRound, Relocate)
+
+
+def is_told(request: int) -> bool:
+    """Tell whether a request's answer does not matter; such requests have odd numbers, so that none is brought."""
+    return request % 2 == 1
+
+
+class Hub:
+    """One server after the other. `deliver` is called with what a life of it says, when it has said it."""
+
+    def __init__(self, events: Events, assumptions: Assumptions, deliver: Deliver, **config: Any) -> None:
+        self.events, self.assumptions, self.deliver = events, assumptions, deliver
+        a = assumptions
+        self._config: dict[str, Any] = {
+            "lease_s": a.lease_s.value,
+            "heartbeat_s": a.heartbeat_s.value,
+            "grace_s": a.grace_s.value,
+        }
+        self._config.update(config)
+        self.epoch = 0
+        self.alive = False
+        self.busy_s = 0.0
+        self.most_waiting_s = 0.0
+        self.messages: Counter[str] = Counter()
+        self._free_s = 0.0
+        self.state: ServerState
+        self.start()
+
+    def start(self) -> None:
+        """Begin a life that knows nothing."""
+        self.epoch += 1
+        self.alive = True
+        self._free_s = self.events.now
+        self.state = ServerState.new(MachineConfig(self.epoch, **self._config), self.events.now)
+        self._watch(self.epoch)
+
+    def kill(self) -> None:
+        """End this life: what it has not taken is lost."""
+        self.alive = False
+
+    def receive(self, session: SessionId, request: int, message: Request) -> None:
+        """Take a message when those before it are done; to be called when it arrives."""
+        if self.alive:
+            self._take(Received(session, request, message), self._cost(message))
+
+    def _cost(self, message: Request) -> float:
+        a = self.assumptions
+        cost = a.hub_message_s.value
+        if isinstance(message, _CHOOSES):
+            cost += a.hub_join_s.value
+        elif isinstance(message, PutBlob):
+            cost += len(message.data) / a.hub_bytes_per_s.value
+        elif isinstance(message, Done):
+            cost += a.hub_push_s.value
+        self.messages[type(message).__name__] += 1
+        return cost
+
+    def _take(self, event: Event, cost_s: float) -> None:
+        """Decide now, and say it when the time of the queue and of the decision has passed.
+
+        The machine is stepped in the order of arrival; its clock is the time when it would be done.
+        """
+        now = self.events.now
+        begin_s = max(now, self._free_s)
+        self.most_waiting_s = max(self.most_waiting_s, begin_s - now)
+        done_s = begin_s + cost_s
+        self.state, effects = step(self.state, event, done_s)
+        for effect in effects:
+            if not isinstance(effect, Send):
+                continue
+            message = effect.message
+            if effect.request == 0:
+                done_s += self.assumptions.hub_push_s.value
+                self.messages[type(message).__name__] += 1
+            elif isinstance(message, Blob):
+                done_s += len(message.data) / self.assumptions.hub_bytes_per_s.value
+            if not (isinstance(message, Ok) and is_told(effect.request)):
+                self.events.at(done_s, self._say, self.epoch, effect)
+        self.busy_s += done_s - begin_s
+        self._free_s = done_s
+
+    def _say(self, epoch: int, effect: Send) -> None:
+        if epoch == self.epoch and self.alive:
+            self.deliver(effect.session, effect.request, effect.message)
+
+    def _watch(self, epoch: int) -> None:
+        if epoch != self.epoch or not self.alive:
+            return
+        if self.state.next_deadline(self.events.now) is not None:
+            self._take(Tick(), self.assumptions.hub_tick_worker_s.value * len(self.state.workers))
+        step_s = min(self.state.config.heartbeat_s, self.state.config.lease_s / 4)
+        self.events.at(max(self.events.now + step_s, self._free_s), self._watch, epoch)
