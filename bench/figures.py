@@ -16,10 +16,19 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "figures"
 _COLOURS = ("#4c6a92", "#d98032", "#5a9a62", "#b0504d", "#8a6fae", "#777777")
 _DPI = 120
+
+
+def _short(value: float) -> str:
+    """Write a figure in three digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+_plain = FuncFormatter(lambda value, _: f"{value:,g}")
 
 
 def draw(path: Path) -> Path:
@@ -27,7 +36,7 @@ def draw(path: Path) -> Path:
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     panels = data["panels"]
     count = max(1, len(panels))
-    figure, axes = plt.subplots(1, count, figsize=(6.4 * count, 4.6), squeeze=False)
+    figure, axes = plt.subplots(1, count, figsize=(6.0 * count if panels else 10.0, 5.0), squeeze=False)
     figure.suptitle(data["title"], fontsize=13)
     for axis, panel in zip(axes[0], panels, strict=False):
         (_bars if panel["kind"] == "bars" else _lines)(axis, panel)
@@ -52,7 +61,7 @@ def _lines(axis: Any, panel: dict[str, Any]) -> None:
     _label(axis, panel)
     if panel["log_x"]:
         axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%d"))
+        axis.xaxis.set_major_formatter(_plain)
 
 
 def _bars(axis: Any, panel: dict[str, Any]) -> None:
@@ -61,7 +70,7 @@ def _bars(axis: Any, panel: dict[str, Any]) -> None:
     for number, each in enumerate(series):
         places = [index + (number - (len(series) - 1) / 2) * width for index in range(len(panel["x"]))]
         bars = axis.bar(places, each["y"], width, color=_COLOURS[number % len(_COLOURS)], label=each["name"])
-        axis.bar_label(bars, fmt="%.3g", fontsize=7, padding=1)
+        axis.bar_label(bars, fmt=_short, fontsize=7, padding=1)
     names = [_wrapped(str(name)) for name in panel["x"]]
     axis.set_xticks(range(len(names)), names, fontsize=8)
     _label(axis, panel)
@@ -73,10 +82,13 @@ def _label(axis: Any, panel: dict[str, Any]) -> None:
     axis.set_ylabel(panel["y_label"])
     if panel["log_y"]:
         axis.set_yscale("log")
-        axis.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+        low, high = axis.get_ylim()
+        axis.set_ylim(low, high * (high / low) ** 0.05)
+        axis.yaxis.set_major_formatter(_plain)
+        axis.yaxis.set_minor_formatter(_plain if high / low < 30 else NullFormatter())
     axis.grid(True, axis="y", alpha=0.3)
     if len(panel["series"]) > 1:
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)
 
 
 def _wrapped(text: str, most: int = 18) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from tensorhub_core.client.announcing import ANNOUNCE_S
 from tensorhub_core.config import ClientConfig
 from tensorhub_core.state.records import MachineConfig
 
@@ -112,10 +113,10 @@ class Assumptions:
         "every worker's heartbeat is a real message that costs the hub its time; they arrive in 20 batches a period",
     )
     announce_s: Assumption[float] = Assumption(
-        0.02, "s", "least time between two announcements of a worker: client/driver.py, _ANNOUNCE_S"
+        ANNOUNCE_S, "s", "least time between two announcements of a worker: client/announcing.py, the real pacing"
     )
     announces_one: Assumption[bool] = Assumption(
-        True, "", "the next announcement waits for the answer to the last one: client/driver.py"
+        True, "", "the next announcement waits for the answer to the last one (what if not: 0)"
     )
     direct_s: Assumption[float] = Assumption(
         0.0, "s", "what if (0 = not so): followers look at their source's progress themselves, this often"

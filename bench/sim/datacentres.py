@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from bench.sim.assumptions import Assumptions, Size
+from bench.sim.assumptions import Assumption, Assumptions, Size
 from bench.sim.fleet import HOME, Fleet
 from bench.sim.links import Link
 from bench.sim.star import better, star_times
 
-from tensorhub_core.state.messages import Hello
-
 FAR = "far"
-HUB_KNOWS_AGENTS = "seeds" in Hello.__struct_fields__
-"""The hub itself holds readers of a zone back until its seed agent has the version; else the simulator does."""
+_ANNOUNCEMENTS = 200
+"""Without an agent, everybody follows what crosses for minutes: so often in all is enough, and costs ours a little."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +75,20 @@ def fleet_of(assumptions: Assumptions, size: Size, remote: int, seed: int, agent
 
 def _run(assumptions: Assumptions, size: Size, remote: int, seed: int, agent: bool) -> tuple[float, float, float]:
     """Return the mean stall of the remote replicas, the models that crossed, and when the agent had its copy."""
-    fleet = fleet_of(assumptions, size, remote, seed, agent)
+    crosses_s = size.total_bytes / assumptions.between_bytes_per_s
+    announce_s = max(assumptions.announce_s.value, 0.0 if agent else crosses_s / _ANNOUNCEMENTS)
+    seldom = Assumption(announce_s, "s", "where all readers follow for minutes: rarer than in truth")
+    fleet = fleet_of(replace(assumptions, announce_s=seldom), size, remote, seed, agent)
     rollouts = [fleet.replicas[f"remote-{number}"] for number in range(remote)]
     fleet.publish(fleet.replicas["trainer"], 1)
     began_s, arrives_s = fleet.events.now, 0.0
     if agent:
-        # Rollouts go on serving: what is newest for them is what their zone has.
+        # Rollouts go on serving until the hub tells them of the version: when their zone has it.
         seed_agent = fleet.replicas["agent"]
+        fleet.update_when_told(rollouts)
         fleet.update_all([seed_agent], [began_s])
         arrives_s = seed_agent.stall_s
-    fleet.update_all(rollouts, [fleet.events.now] * remote)
+    else:
+        fleet.update_all(rollouts, [began_s] * remote)
     stall_s = sum(rollout.stall_s for rollout in rollouts) / remote
     return stall_s, fleet.wan[HOME, FAR].carried_bytes / size.total_bytes, arrives_s

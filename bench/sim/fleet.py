@@ -23,6 +23,7 @@ MODEL = "policy"
 HOME = "home"
 _BEATS = 20
 _LIMIT_S = 3600.0
+_MOST_TRIES = 20
 
 
 class SimulationError(Exception):
@@ -63,6 +64,8 @@ class Fleet:
         self._sessions: dict[SessionId, Session] = {}
         self._hosts: dict[str, int] = {}
         self._beat = 0
+        self._open: set[str] = set()
+        """Replicas that have yet to get a version."""
         segment = assumptions.segment_bytes.value
         self.shapes = [
             Shape(blob(f"layout {shard}".encode().ljust(4096)), shard_bytes, segment) for shard in range(shards)
@@ -148,6 +151,7 @@ class Fleet:
     def update_at(self, replica: Replica, time_s: float) -> None:
         """Let a replica stop at a time and get the newest version."""
         replica.ready_s, replica.began_s, replica.ended_s = time_s, None, None
+        self._open.add(replica.name)
         self.events.at(time_s, self.update, replica)
 
     def update(self, replica: Replica, again: bool = False) -> None:
@@ -167,10 +171,12 @@ class Fleet:
                 return
             if failed:
                 replica.errors += failed[:1]
-                if len(replica.errors) < 20:
+                if len(replica.errors) < _MOST_TRIES:
                     self.events.later(0.1, self.update, replica, True)
+                    return
             else:
                 replica.ended_s = self.events.now
+            self._open.discard(replica.name)
 
         for worker in replica.workers:
             worker.update(lambda end, name=worker.name: ended(name, end))  # type: ignore[misc]
@@ -180,10 +186,22 @@ class Fleet:
         replicas = list(replicas)
         for replica, time_s in zip(replicas, times_s, strict=True):
             self.update_at(replica, time_s)
-        self.run(lambda: all(r.ended_s is not None or not r.workers[0].alive for r in replicas), "updating")
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until all who are to get a version have it, are dead or have given up."""
+        self.run(lambda: not self._open, "updating")
+
+    def update_when_told(self, replicas: Iterable[Replica]) -> None:
+        """Let replicas ask for a newer version, and stop and get it when the hub tells them of one."""
+        for replica in replicas:
+            replica.began_s = replica.ended_s = None
+            self._open.add(replica.name)
+            replica.workers[0].wait(lambda _, replica=replica: self.update(replica))  # type: ignore[misc]
 
     def kill(self, replica: Replica) -> None:
         """Kill all processes of a replica."""
+        self._open.discard(replica.name)
         for worker in replica.workers:
             worker.kill()
 

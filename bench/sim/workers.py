@@ -13,6 +13,7 @@ from bench.sim.reads import Read
 from bench.sim.session import Session
 from bench.sim.shapes import Shape, blob
 
+from tensorhub_core.client.announcing import Announcing
 from tensorhub_core.client.machine import step
 from tensorhub_core.client.moves import lease_of
 from tensorhub_core.client.reading import ReadEnd, ReadOutcome
@@ -45,8 +46,10 @@ from tensorhub_core.state.messages import (
     Available,
     Done,
     Ended,
+    Filling,
     GetBlob,
     Held,
+    Ok,
     Publish,
     PutBlob,
     Register,
@@ -59,8 +62,6 @@ from tensorhub_core.state.messages import (
 Peers = dict[bytes, "Worker"]
 """By the digest of their placement."""
 _NO_READS = np.zeros(0, np.bool_)
-_STATUS_S = 0.5
-"""Least time between announcements of bytes only: client/driver.py, _STATUS_S."""
 
 
 @dataclass(eq=False)
@@ -97,10 +98,9 @@ class Worker:
     _read: Read | None = None
     _done: float = 0.0
     _verified: int = 0
-    _told: tuple[int, int] = (0, 0)
-    _told_s: float = -1.0
+    _announcing: Announcing = field(default_factory=Announcing)
+    _life: int = 0
     _looks: bool = False
-    _announces: bool = False
 
     _content: bytes = b""
     _waits: Callable[[int], None] | None = None
@@ -156,8 +156,7 @@ class Worker:
         assert self._round is None, f"{self.name} is in a round already"
         state = RoundState(self._next_round, None, mode, self.key, True, None, self.published)
         self._round, self._ended, self._done, self._verified = state, ended, 0.0, 0
-        self._told, self._told_s, self._content = (0, 0), -1.0, b""
-        self._announces = False
+        self._announcing, self._content = Announcing(self.assumptions.announce_s.value), b""
         self._feed(Begin())
 
     def wait(self, heard: Callable[[int], None]) -> None:
@@ -187,9 +186,10 @@ class Worker:
 
     def on_reopened(self, welcome: Welcome) -> None:
         """Hear of a new welcome."""
-        self._announces = False
+        self._life += 1
         if self._round is not None:
             self._feed(Reopened(welcome))
+            self._look()
         else:
             self._next_round = welcome.next_round
 
@@ -215,7 +215,8 @@ class Worker:
                     self.session.tell(self._sums(state))
                 self.session.ask(message, lambda reply: self._answer(state, asked, reply))
             case Tell(message):
-                self._told = (0, 0) if not isinstance(message, Announce) else self._told
+                if isinstance(message, Filling):
+                    self._announcing.begin()
                 self.session.tell(message)
             case Plan(keep):
                 self._plan(state, keep)
@@ -247,7 +248,8 @@ class Worker:
         content = state.sources[0].sums
         if not keep or content != self._content:
             self._done, self._verified = 0.0, 0
-        self._content, self._told = content, (0, 0)
+        self._content = content
+        self._announcing.begin()
         wanted = [d for s in state.sources for d in (s.layout, s.placement, s.sums) if d and d not in self._known]
         missing = set(wanted)
 
@@ -355,11 +357,13 @@ class Worker:
 
     # --- announcements ----------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _look(self, after_s: float = 0.0) -> None:
         """See to it that progress is announced, as `client/driver.py` does: it looks every few milliseconds."""
-        if not self._looks:
+        if not self._looks and self._read is not None:
             self._looks = True
-            self.events.later(self.assumptions.poll_s.value, self._announce)
+            self.events.later(
+                max(after_s, self.assumptions.direct_s.value or self.assumptions.poll_s.value), self._announce
+            )
 
     def _verify(self, read: Read) -> int:
         """Return how many segments are verified: those of what is in flight are not."""
@@ -375,26 +379,20 @@ class Worker:
             return
         a, now = self.assumptions, self.events.now
         figures = (self._verify(read), int(read.done))
-        due_s = self._told_s + (a.announce_s.value if figures[0] > self._told[0] else _STATUS_S)
-        if state.entered and not self._announces and figures != self._told and now >= due_s - 1e-9:
-            self._told, self._told_s = figures, now
-            self.announced += 1
-            self._announces = a.announces_one.value
-            self.session.ask(Announce(state.number, *figures), self._announcement_answered)
-        elif not read.rate and figures[0] <= self._told[0]:
-            return  # it looks again when something moves
-        self._looks = True
-        wait_s = max(a.poll_s.value, self._told_s + a.announce_s.value - now)
         if a.direct_s.value:
-            wait_s = a.direct_s.value
             for reader, lease in self.readers:
                 self.events.later(a.latency_s.value, reader.look_at, self, lease)
-        self.events.later(wait_s, self._announce)
+        if state.entered and self._announcing.is_due(figures, self._life, now):
+            answered = self._announcing.note(figures, self._life, now)
+            self.announced += 1
+            self.session.ask(Announce(state.number, *figures), answered)
+            if not a.announces_one.value:
+                answered(Ok())
+            self._look(a.announce_s.value if not a.direct_s.value else 0.0)
+        elif read.rate or figures[0] > self._announcing.told[0]:
+            self._look()  # else it looks again when something moves
 
     def look_at(self, source: Worker, lease: str) -> None:
         """See how far a source is, without the hub: what if."""
         if source._read is not None:
             self._advance(lease, source._verified, False)
-
-    def _announcement_answered(self, _: Reply) -> None:
-        self._announces = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import deque
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorhub_core.client.access import SourceBook, SourceFault
+from tensorhub_core.client.announcing import Announcing
 from tensorhub_core.client.asking import Asker
 from tensorhub_core.client.awaiting import Bell
 from tensorhub_core.client.exactness import WHOLE_SEGMENTS, Exactness, carried_over
@@ -72,8 +74,6 @@ from tensorhub_core.state.messages import Announce, Done, Filling, PutBlob, Repl
 
 _POLL_S = 0.005
 _IDLE_S = 0.25
-_ANNOUNCE_S = 0.02
-_STATUS_S = 0.5
 
 
 class Wire(Protocol):
@@ -121,8 +121,7 @@ class RoundDriver:
         self._asker = Asker(parts.wire.submit, state.number, parts.exactness.patience_s, self._unvouched)
         self._own: Progressive | None = None
         """What is read of another layout may be followed: its checksums are announced."""
-        self._announced = (0, 0)
-        self._announced_s = 0.0
+        self._announcing = Announcing()
         self._collected = False
         self.sums: PutBlob | None = None
         """The checksums of what was read, once it is verified."""
@@ -207,7 +206,7 @@ class RoundDriver:
                 self._parts.wire.submit(message, answer, life=self.life)
             case Tell(message):
                 if isinstance(message, Filling):
-                    self._announced = (0, 0)  # a server that has restarted knows nothing of it
+                    self._announcing.begin()  # a server that has restarted knows nothing of it
                 self._tell(message)
             case Plan(keep):
                 self._make_plan(keep)
@@ -252,7 +251,7 @@ class RoundDriver:
             return self.post(PlanFailed(error))
         # Sources of our own layout hold the same bytes: what came from one counts whatever the others are.
         key = tuple((source.layout, source.sums) for source in state.sources[: 1 if plan.raw else None])
-        self._announced = (0, 0)
+        self._announcing.begin()
         if not keep or key != self._plan_key or any(source.partial for source in state.sources):
             self._verified = self._still_right(accesses[0]) if keep and plan.raw else None
             self._own, self._progress.figures = None, (0, 0)
@@ -378,12 +377,14 @@ class RoundDriver:
             prefix = own.count
         elif not (plan.raw and self._state.offer and self._state.prefix):
             prefix = 0
-        due_s = _ANNOUNCE_S if prefix > self._announced[0] else _STATUS_S
-        if (prefix, done_bytes) != self._announced and now - self._announced_s >= due_s:
-            sums = b"" if own is None else own.packed(self._announced[0], MOST_CUTS)
-            prefix = prefix if own is None else self._announced[0] + len(sums) // 8
-            self._announced, self._announced_s = (prefix, done_bytes), now
-            self._tell(Announce(self._state.number, prefix, done_bytes, sums))
+        if self._announcing.is_due((prefix, done_bytes), self.life, now):
+            before = self._announcing.told[0]
+            sums = b"" if own is None else own.packed(before, MOST_CUTS)
+            prefix = prefix if own is None else before + len(sums) // 8
+            answer = self._announcing.note((prefix, done_bytes), self.life, now)
+            with contextlib.suppress(TensorHubError):  # the session is over; whoever needs an answer hears of it
+                announcement = Announce(self._state.number, prefix, done_bytes, sums)
+                self._parts.wire.submit(announcement, answer, life=self.life)
 
     def _settle(self) -> bytes:
         memory, plan = self._parts.memory, self._plan
