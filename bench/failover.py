@@ -66,7 +66,7 @@ class Lab:
             }
             common = {"server": self.address, "model": f"read {self._reads}", "transport": self.transport}
             for name, node in nodes.items():
-                node.do("connect", **common, replica=name, settings=SETTINGS)
+                node.do("connect", **common, replica=name, host=name, settings=SETTINGS)
                 node.do("make", total_bytes=TOTAL_BYTES, count=COUNT, seed=1, blank=name == "reader")
                 node.do("register")
                 if name != "reader":

@@ -68,7 +68,7 @@ class Fleet:
         names = self.readers[:count]
         common = {"server": self.address, "model": f"run {self._runs}", "transport": self.transport}
         both = ["publisher", *names]
-        self._all(both, "connect", [{**common, "replica": name, "settings": SETTINGS} for name in both])
+        self._all(both, "connect", [{**common, "replica": name, "host": name, "settings": SETTINGS} for name in both])
         blank = [{"total_bytes": TOTAL_BYTES, "count": COUNT, "seed": 1, "blank": name in names} for name in both]
         self._all(both, "make", blank)
         self._all(both, "register")

@@ -1,5 +1,7 @@
 """Machines that are not there: network namespaces joined by a bridge, each behind a link with a rate that can be cut.
 
+A network may have several zones, each with a switch of its own; what joins them is not made here (bench/clusters).
+
 Needs root and iproute2; `why_unavailable` says what is missing. Everything is gone when the `Network` is closed, and
 what a killed run has left behind goes with the next one. Used by benches and by the tests of cut links.
 """
@@ -12,6 +14,7 @@ import re
 import secrets
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -46,53 +49,54 @@ class NetworkError(Exception):
 class Host:
     """One namespace: programs run in it behind `command`, and reach the others at their `address`."""
 
-    def __init__(self, network: Network, name: str, number: int) -> None:
-        self.name = name
+    def __init__(self, network: Network, name: str, number: int, zone: str = "") -> None:
+        self.name, self.zone = name, zone
+        self.switch = network.switches[zone]
         self.namespace = f"{network.tag}-{name}"
         self.port = f"p{number}"
         self.address = f"{_SUBNET}.{number}"
         self.command = ("ip", "netns", "exec", self.namespace)
-        self._network = network
 
     def limit(self, rate_mbit: float) -> None:
         """Limit the link in both directions."""
         shape = ["root", "tbf", "rate", f"{rate_mbit:g}mbit", "burst", _BURST, "latency", _LATENCY]
         _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", "eth0", *shape)
-        _run("tc", "-n", self._network.switch, "qdisc", "replace", "dev", self.port, *shape)
+        _run("tc", "-n", self.switch, "qdisc", "replace", "dev", self.port, *shape)
 
     def cut(self) -> None:
         """Cut the link without a sign to anybody: packets vanish in both directions."""
-        _run("ip", "-n", self._network.switch, "link", "set", self.port, "nomaster")
+        _run("ip", "-n", self.switch, "link", "set", self.port, "nomaster")
 
     def mend(self) -> None:
         """Undo `cut`."""
-        _run("ip", "-n", self._network.switch, "link", "set", self.port, "master", "br0")
+        _run("ip", "-n", self.switch, "link", "set", self.port, "master", "br0")
 
 
 class Network:
-    """Hosts around one switch; a context manager."""
+    """Hosts around one switch, or around one in each zone, all in one subnet; a context manager."""
 
-    def __init__(self) -> None:
+    def __init__(self, zones: Sequence[str] = ("",)) -> None:
         _remove_leftovers()
         self.tag = f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(2)}"
-        self.switch = f"{self.tag}-switch"
+        self.switches = {zone: f"{self.tag}-switch{zone and '-'}{zone}" for zone in zones}
         self.hosts: list[Host] = []
         try:
-            _run("ip", "netns", "add", self.switch)
-            _run("ip", "-n", self.switch, "link", "add", "br0", "type", "bridge")
-            _run("ip", "-n", self.switch, "link", "set", "br0", "up")
+            for switch in self.switches.values():
+                _run("ip", "netns", "add", switch)
+                _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+                _run("ip", "-n", switch, "link", "set", "br0", "up")
         except BaseException:
             self.close()
             raise
 
-    def host(self, name: str, rate_mbit: float | None = None) -> Host:
-        """Add a host, its link limited to `rate_mbit` in both directions (None = as fast as this machine)."""
+    def host(self, name: str, rate_mbit: float | None = None, zone: str = "") -> Host:
+        """Add a host to a zone, its link limited to `rate_mbit` in both directions (None = as fast as this machine)."""
         number = len(self.hosts) + 1
         if number > _MOST_HOSTS:
             raise NetworkError(f"a network has at most {_MOST_HOSTS} hosts")
-        host = Host(self, name, number)
+        host = Host(self, name, number, zone)
         self.hosts.append(host)
-        inside, switch = host.namespace, self.switch
+        inside, switch = host.namespace, host.switch
         _run("ip", "netns", "add", inside)
         pair = ["type", "veth", "peer", "name", "eth0", "netns", inside]
         _run("ip", "link", "add", host.port, "netns", switch, *pair)
@@ -104,9 +108,13 @@ class Network:
             host.limit(rate_mbit)
         return host
 
+    def plug(self, zone: str, device: str) -> None:
+        """Join a device that is in the namespace of a zone's switch to that switch."""
+        _run("ip", "-n", self.switches[zone], "link", "set", device, "master", "br0", "up")
+
     def close(self) -> None:
         """Remove all of it; what still runs in a namespace loses its network. Never raises."""
-        for namespace in [host.namespace for host in self.hosts] + [self.switch]:
+        for namespace in [host.namespace for host in self.hosts] + list(self.switches.values()):
             with contextlib.suppress(NetworkError):
                 _run("ip", "netns", "del", namespace)
         self.hosts.clear()
