@@ -103,16 +103,16 @@ def test_an_action_leaves_the_world_before_it_as_it_was() -> None:
 IGNORED = {
     "ServerState": "models config started_s now_s listen_from_s buried_s counter sessions blobs blob_bytes ticked_s "
     "swept_s draining offloads tickets known_bytes",
-    "ModelState": "name stream streams created waiting holders retain handovers stuck drains offloads_made "
+    "ModelState": "name stream streams created calling waiting holders retain handovers stuck drains offloads_made "
     "offloads_dropped",
-    "Group": "model replica generation num_shards zone host spot keeper retired next_round",
+    "Group": "model replica generation num_shards zone host spot keeper retired next_round place",
     "Round": "told_slow told_late tried details number resumed",
     "Joined": "offer session done_sums",
     "Worker": "id session token model replica shard observer stream creates_in last_seen_s room_bytes ended tickets "
-    "announces_sums casts host rail",
+    "announces_sums casts host rail waits",
     "Copy": "id worker memory done_bytes started_s speed draining_since_s origin sums converted advanced_s",
     "Lease": "id reader round tickets",
-    "Keeping": "",
+    "Keeping": "firm",
     "VersionRecord": "total_bytes keeping",
 }
 """What does not tell states apart: identities, times, counts, what follows from others, what no scene uses

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from tensorhub_core.ids import CopyId
 from tensorhub_core.schedule.sources import MOST_RAW_SOURCES
+from tensorhub_core.state.calling import waits_for_others
 from tensorhub_core.state.invariants_retention import RETENTION_LAWS
 from tensorhub_core.state.manifests import SUM_BYTES
 from tensorhub_core.state.records import UNFINISHED, CopyState, Group, ModelState, ServerState
@@ -88,6 +89,13 @@ def l10_high_is_the_highest_whole_version(state: ServerState) -> Iterator[str]:
         for key, record in model.versions.items():
             if record.was_whole and (model.high is None or key > model.high):
                 yield f"{model.name}: {key} was whole, high is {model.high}"
+
+
+def l2_rounds_that_wait_are_known(state: ServerState) -> Iterator[str]:
+    """Every replica whose round waits for what others do is looked at when they do it."""
+    for group in _groups(state):
+        if waits_for_others(group) and group.replica not in state.models[group.model].calling:
+            yield f"{group.replica} waits in a round, and would not be looked at"
 
 
 def l12_first_manifest_binds(state: ServerState) -> Iterator[str]:
@@ -223,6 +231,7 @@ LAWS: tuple[Callable[[ServerState], Iterator[str]], ...] = (
     l4_suspected_workers_read_nothing,
     l8_one_worker_per_place,
     l10_high_is_the_highest_whole_version,
+    l2_rounds_that_wait_are_known,
     l12_first_manifest_binds,
     l12_sources_have_one_content,
     l12_sums_are_asked_of_sources,

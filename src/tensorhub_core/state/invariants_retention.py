@@ -78,6 +78,9 @@ def l11_index_agrees(state: ServerState) -> Iterator[str]:
                 right = found.get(key, set())
                 if names != right:
                     yield f"{model.name}: {key} is {states[-1]} at {sorted(right)}, not at {sorted(names)}"
+            firm = {name for name in record.keeping.held if not model.groups[name].spot}
+            if record.keeping.firm != firm:
+                yield f"{model.name}: {key} is held firmly at {sorted(firm)}, not at {sorted(record.keeping.firm)}"
 
 
 def _whole_at(state: ServerState, model: ModelState, states: tuple[CopyState, ...]) -> dict[VersionKey, set[str]]:

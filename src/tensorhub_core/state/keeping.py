@@ -6,6 +6,7 @@ protects from nothing: it is about to be installed or discarded.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 
 from tensorhub_core.errors import ConfigError
@@ -41,11 +42,12 @@ def is_protected(s: Step, model: ModelState, group: Group, record: VersionRecord
     With `by_custody` also by one that is withdrawing it, but has to keep it.
     """
     keeping = record.keeping
-    return any(
-        is_reliable(s, model.groups[other]) or (group.spot and is_lively(s, model.groups[other]))
-        for other in chain(keeping.whole, keeping.custody if by_custody else ())
-        if other != group.replica and other in keeping.held
-    )
+    would_do = keeping.held if group.spot else keeping.firm
+    few, many = sorted((keeping.whole, would_do), key=len)  # there may be thousands of the one, and none of the other
+    kept: Iterator[ReplicaName] = (other for other in few if other in many)
+    if by_custody:
+        kept = chain(kept, (other for other in keeping.custody if other in would_do))
+    return any(other != group.replica and is_lively(s, model.groups[other]) for other in kept)
 
 
 def is_free(s: Step, model: ModelState, group: Group, record: VersionRecord) -> bool:
@@ -93,7 +95,8 @@ def review(s: Step, name: ModelName, replica: ReplicaName, key: VersionKey) -> N
     whole = bool(copies) and all(copy.state is CopyState.PUBLISHED for copy in copies)
     if copies and replica not in keeping.held:
         keeping.let_go.discard(replica)  # it has all of it again: what was decided when it had not, does not count
-    for names, belongs in ((keeping.held, bool(copies)), (keeping.whole, whole)):
+    firm = bool(copies) and group is not None and not group.spot
+    for names, belongs in ((keeping.held, bool(copies)), (keeping.firm, firm), (keeping.whole, whole)):
         names.add(replica) if belongs else names.discard(replica)
     if group is None or is_over(s, group, key, held=bool(copies)):
         keeping.custody.discard(replica)

@@ -9,14 +9,16 @@ from tensorhub_core.ids import ReplicaName
 
 @dataclass(slots=True)
 class Keeping:
-    """How a version is kept (law L11); `state/keeping.py` keeps the first two up to date.
+    """How a version is kept (law L11); `state/keeping.py` keeps the first three up to date.
 
     `whole` and `held`: replicas that publish all of it in registered or offload memory, and those that have all of it
-    there though some shard is withdrawing it. Of those that withdraw it, `custody` have to keep it, `let_go` need not.
+    there though some shard is withdrawing it; `firm`: those of the latter that are not spot. Of those that withdraw it,
+    `custody` have to keep it, `let_go` need not.
     """
 
     whole: set[ReplicaName] = field(default_factory=set)
     held: set[ReplicaName] = field(default_factory=set)
+    firm: set[ReplicaName] = field(default_factory=set)
     custody: set[ReplicaName] = field(default_factory=set)
     let_go: set[ReplicaName] = field(default_factory=set)
     secured_by: ReplicaName | None = None

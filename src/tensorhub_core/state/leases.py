@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 from tensorhub_core.ids import CopyId, LeaseId, VersionKey
 from tensorhub_core.state.bounds import MOST_CUTS
+from tensorhub_core.state.calling import is_orphaned
 from tensorhub_core.state.context import Step
 from tensorhub_core.state.keeping import is_kept_back
 from tensorhub_core.state.manifests import SUM_BYTES, known_sums, set_known
 from tensorhub_core.state.messages import DropOffload, LeaseLost, Ok, Source, SourceProgress
-from tensorhub_core.state.records import UNFINISHED, Copy, CopyState, Group, Joined, Lease, ModelState, Worker
+from tensorhub_core.state.records import UNFINISHED, Copy, CopyState, Group, Lease, ModelState, Worker
 from tensorhub_core.state.tickets import end_with_lease
 
 
@@ -190,7 +191,7 @@ def new_copy_id(s: Step) -> CopyId:
 
 def has_orphans(s: Step, model: ModelState, key: VersionKey) -> bool:
     """Tell whether a promised reader of the version has lost its source, or waits for one, and has no other yet."""
-    for group in model.groups.values():
+    for group in (model.groups[name] for name in model.calling if name in model.groups):
         for current in group.open_rounds():
             if current.key is None and current is not group.open_round():  # it was promised, and waits for its turn
                 if any(joined.promised == key for joined in current.joined.values()):
@@ -198,11 +199,6 @@ def has_orphans(s: Step, model: ModelState, key: VersionKey) -> bool:
             elif current.key == key and (current.awaits_silent or any(map(is_orphaned, current.joined.values()))):
                 return True
     return False
-
-
-def is_orphaned(joined: Joined) -> bool:
-    """Tell whether a promised shard has lost its source and has no other yet."""
-    return joined.orphaned_since_s is not None and joined.done_request is None
 
 
 def end_drain(s: Step, holder: Worker, copy: Copy) -> int | None:

@@ -64,10 +64,10 @@ def reconsider(s: Step, model: ModelState, record: VersionRecord, lost: ReplicaN
 def lose(s: Step, model: ModelState, record: VersionRecord, replica: ReplicaName, reason: str) -> None:
     """Note whether a version has lost its last holder, or its last reliable one, by a failure of this replica."""
     keeping = record.keeping
-    others = [r for r in keeping.held if r != replica or r not in keeping.let_go]
+    gone = {replica} & keeping.let_go
     was = keeping.safe, keeping.reachable
-    keeping.safe = keeping.safe and any(not model.groups[r].spot for r in others)
-    keeping.reachable = keeping.reachable and bool(others)
+    keeping.safe = keeping.safe and len(keeping.firm) > len(keeping.firm & gone)
+    keeping.reachable = keeping.reachable and len(keeping.held) > len(keeping.held & gone)
     if is_retained(model, record) and (keeping.safe, keeping.reachable) != was:
         what = "its last reliable holder" if keeping.reachable else "its last holder"
         text = f"retained version {show(record.key)} has lost {what}, {replica!r}: {reason}"

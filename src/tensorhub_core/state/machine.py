@@ -10,6 +10,7 @@ from tensorhub_core.errors import DeadlineExceeded, StateError
 from tensorhub_core.ids import ModelName, SessionId
 from tensorhub_core.state import (
     blobs,
+    calling,
     leaving,
     membership,
     reads,
@@ -140,6 +141,7 @@ def dispatch(s: Step, worker: Worker, request: int, message: Request) -> None:
         case Unstage():
             staging.unstage(s, worker, request, message)
         case JoinRound():
+            calling.note_call(s, worker)
             rounds.join(s, worker, request, message)
         case Filling():
             reads.filling(s, worker, request, message)
@@ -150,8 +152,10 @@ def dispatch(s: Step, worker: Worker, request: int, message: Request) -> None:
         case GiveSums():
             tickets.give(s, worker, request, message)
         case Relocate():
+            calling.note_call(s, worker)
             reads.relocate(s, worker, request, message)
         case Done():
+            calling.note_call(s, worker)
             reads.done(s, worker, request, message)
         case LeaveRound():
             reads.leave_round(s, worker, request, message)
@@ -204,12 +208,13 @@ def settle(s: Step) -> None:
         if s.touched:
             model = s.state.models[s.touched.pop()]
             looked.add(model.name)
-            s.touched_groups.update((model.name, g.replica) for g in model.groups.values() if g.open_round())
+            s.touched_groups.update((model.name, replica) for replica in calling.callers(model))
             model.waiting = versions.settle_waits(s, model, model.waiting)
         if s.touched_groups:
             name, replica = s.touched_groups.pop()
             looked.add(name)
             rounds.settle_round(s, s.state.models[name], replica)
+            calling.note_settled(s, s.state.models[name], replica)
         if not s.touched and not s.touched_groups:
             s.kept.update(name for name in looked if retention.is_at_work(s.state.models[name]))
             looked.clear()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from tensorhub_core.errors import ConfigError, ProtocolMismatch, StateError, TensorHubError
-from tensorhub_core.ids import Digest, ModelName, ReplicaName, SessionId, VersionKey, WorkerId
+from tensorhub_core.ids import Digest, ModelName, ReplicaName, SessionId, WorkerId
 from tensorhub_core.state import leaving, retention
 from tensorhub_core.state.bounds import MOST_SERVER_EPOCH
+from tensorhub_core.state.calling import note_call
 from tensorhub_core.state.context import NO_SESSION, Step, failure
 from tensorhub_core.state.events import Send
+from tensorhub_core.state.hearing import hear_high, is_known, own_epoch
 from tensorhub_core.state.leases import drop_copy, end_lease, revoke_lease
 from tensorhub_core.state.manifests import forget_prefix
 from tensorhub_core.state.messages import (
@@ -20,7 +22,7 @@ from tensorhub_core.state.messages import (
     UnknownSession,
     Welcome,
 )
-from tensorhub_core.state.names import add_stream, model_of
+from tensorhub_core.state.names import model_of
 from tensorhub_core.state.records import CopyState, Group, ModelState, Registration, Worker
 from tensorhub_core.state.resourcing import forgive
 from tensorhub_core.state.resuming import ended_before, told_before
@@ -29,6 +31,7 @@ from tensorhub_core.state.tickets import end_with_connection
 from tensorhub_core.state.versions import current_epoch, note_whole_before, put_copy, show
 
 _RETIRED_TOKENS = 64
+_FEW_WAITS = 64
 
 
 def hello(s: Step, session: SessionId, request: int, m: Hello) -> None:
@@ -55,7 +58,7 @@ def hello(s: Step, session: SessionId, request: int, m: Hello) -> None:
         group = model.groups.get(ReplicaName(m.replica))
     if group is None:
         group = Group(model.name, ReplicaName(m.replica), 0, m.num_shards, m.zone, m.host, m.spot)
-        model.groups[group.replica] = group
+        add_group(s, model, group)
     worker_or_none = s.worker_at(group, m.shard)
     if worker_or_none is not None and worker_or_none.token == m.token:
         worker = resume(s, worker_or_none, session)
@@ -63,7 +66,8 @@ def hello(s: Step, session: SessionId, request: int, m: Hello) -> None:
         if worker_or_none is not None:
             supersede(s, worker_or_none, f"another process has taken the place of {m.replica}/{m.shard}")
         worker = admit(s, session, m)
-        group = model.groups.setdefault(group.replica, group)  # its last member may have gone, also from this session
+        if group.replica not in model.groups:  # its last member has gone, perhaps from this very session
+            add_group(s, model, group)
         group.members[m.shard] = worker.id
         group.zone, group.host, group.spot, group.keeper = m.zone, m.host, m.spot, m.keeper
         group.generation += 1
@@ -73,6 +77,12 @@ def hello(s: Step, session: SessionId, request: int, m: Hello) -> None:
     welcome(s, worker, request, group)
     take_back(s, worker, m)
     retention.take_back(s, worker, m)
+
+
+def add_group(s: Step, model: ModelState, group: Group) -> None:
+    """Put a replica behind the model's others."""
+    group.place = s.state.counter
+    model.groups[group.replica] = group
 
 
 def check_hello(s: Step, m: Hello) -> None:
@@ -93,57 +103,6 @@ def check_hello(s: Step, m: Hello) -> None:
         raise StateError(f"the server has its limit of {config.max_workers:,} connections")
     if not 1 <= m.num_shards <= config.max_shards or not 0 <= m.shard < m.num_shards:
         raise ConfigError(f"shard {m.shard} of {m.num_shards} is not possible (at most {config.max_shards} shards)")
-
-
-def hear_high(s: Step, model: ModelState, m: Hello) -> None:
-    """Learn the highest version a client ever heard of, and that there was a server life before this one.
-
-    There was one if this life has not met the process, which knows of versions already: it may hold one that others
-    read, whatever newer ones were published meanwhile.
-    """
-    keys = keys_of(m, m.high)
-    # What is only held may be published by this shard alone yet: who was told of it says so (law L1).
-    told = {(held.epoch, held.number) for held in m.offloads} | ({m.high} if m.high is not None else set())
-    if m.created is not None:
-        model.created = max(model.created or (0, 0), (m.created[0], m.created[1]))
-    comes_back = bool(keys or m.created) and not m.observer and not is_known(s, model, m)
-    for key in keys:
-        if s.state.deserted:
-            s.state.deserted, s.state.listening, s.state.listen_from_s = False, True, s.now
-        known = max((k for k in (model.high, model.heard) if k is not None), default=None)
-        if key in told and (known is None or key > known):
-            model.heard, comes_back = key, True
-        s.touched.add(model.name)
-    hear_stream(s, model, m, max((epoch for epoch, _ in (*keys, *keys_of(m, m.created))), default=0))
-    if comes_back and s.now < s.state.listen_from_s + s.state.config.grace_s:
-        s.state.listening = True
-
-
-def hear_stream(s: Step, model: ModelState, m: Hello, epoch: int) -> None:
-    """Learn the newest epoch that a worker has heard of, and whether that is its own stream's or that one is over."""
-    if epoch > model.epoch:
-        model.epoch, model.stream = epoch, None  # the stream that was the newest is over
-    own = own_epoch(m)
-    if m.stream is not None and own is not None and m.stream not in model.streams:
-        add_stream(s, model, m.stream, over=own < model.epoch)
-
-
-def own_epoch(m: Hello) -> int | None:
-    """Return the epoch of the versions that a worker has made or holds."""
-    return m.created[0] if m.created is not None else max((epoch for epoch, _ in keys_of(m, None)), default=None)
-
-
-def keys_of(m: Hello, more: VersionKey | None) -> list[VersionKey]:
-    """Return the versions that a worker says it holds, and one more that it speaks of."""
-    held = [(held.epoch, held.number) for held in (m.held, *m.offloads) if held is not None]
-    return held if more is None else [*held, (more[0], more[1])]
-
-
-def is_known(s: Step, model: ModelState, m: Hello) -> bool:
-    """Tell whether this life of the server knows the process that says hello."""
-    group = model.groups.get(ReplicaName(m.replica))
-    worker = None if group is None else s.worker_at(group, m.shard)
-    return worker is not None and worker.token == m.token
 
 
 def admit(s: Step, session: SessionId, m: Hello) -> Worker:
@@ -330,8 +289,9 @@ def remove(s: Step, worker: Worker, reason: str) -> None:
         leaving.after_failure(s, model.name, group.replica, keys, reason)
     for lease_id in sorted(worker.leases):
         end_lease(s, lease_id)
-    model.waiting = [w for w in model.waiting if w.worker != worker.id]
     del s.state.workers[worker.id]
+    if len(model.waiting) > 2 * len(s.state.workers) + _FEW_WAITS:  # now and then: all may go, one after the other
+        model.waiting = [waiting for waiting in model.waiting if waiting.worker in s.state.workers]
     if s.state.sessions.get(worker.session) == worker.id:
         del s.state.sessions[worker.session]
     s.drop(worker)
@@ -384,6 +344,7 @@ def heard_from(s: Step, worker: Worker) -> None:
     """Note that a worker lives; who waits for what it holds, or left it while it was silent, may read from it again."""
     if worker.suspected:
         s.touched.add(worker.model)
+        note_call(s, worker)
         forgive(s, worker)
         for copy in worker.copies():
             s.note(worker, copy.key)

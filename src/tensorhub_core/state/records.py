@@ -155,6 +155,8 @@ class Worker:
     handover_request: int | None = None
     unpublish_request: int | None = None
     unstage_request: int | None = None
+    waits: set[int] = field(default_factory=set)
+    """Its deferred `Wait`s, and some that were answered."""
     leases: set[LeaseId] = field(default_factory=set)
     """Leases this worker reads under."""
     tickets: set[TicketId] = field(default_factory=set)
@@ -266,6 +268,7 @@ class Group:
     ended: dict[int, Failure | NothingNewer] = field(default_factory=dict)
     """How the newest rounds ended, for shards that have lost the answer."""
     retired: list[str] = field(default_factory=list)
+    place: int = 0  # replicas of lower numbers came before this one
 
     def open_rounds(self) -> list[Round]:
         """Return the rounds without a verdict: one, after a restart also later ones that wait for it; oldest first."""
@@ -290,7 +293,7 @@ class VersionRecord:
 
 @dataclass(slots=True)
 class Waiting:
-    """A deferred `Wait`."""
+    """A deferred `Wait`; who asked may be gone by now."""
 
     worker: WorkerId
     request: int
@@ -313,6 +316,7 @@ class ModelState:
     created: VersionKey | None = None
     versions: dict[VersionKey, VersionRecord] = field(default_factory=dict)
     groups: dict[ReplicaName, Group] = field(default_factory=dict)
+    calling: set[ReplicaName] = field(default_factory=set)  # whose rounds may wait for others: `state/calling.py`
     waiting: list[Waiting] = field(default_factory=list)
     holders: dict[VersionKey, dict[ReplicaName, None]] = field(default_factory=dict)
     """Replicas of which some shard has a copy of the version, in any state; in the order in which they came."""

@@ -24,8 +24,8 @@ from tensorhub_core.state.sourcing import await_copy, choose_among, raw_sums
 
 def forgive(s: Step, holder: Worker) -> None:
     """Let readers come back to a worker that was silent when they left it: it was paused. Wrong bytes are no pause."""
-    ours = [copy.id for copy in holder.copies()]
-    for group in s.model(holder).groups.values() if ours else ():
+    ours, model = [copy.id for copy in holder.copies()], s.model(holder)
+    for group in [model.groups[name] for name in model.calling if name in model.groups] if ours else ():
         current = group.open_round()
         for avoid in () if current is None else current.avoid.values():
             for copy_id in ours:

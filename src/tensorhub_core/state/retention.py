@@ -89,18 +89,15 @@ def after_grace(s: Step) -> None:
 
 def release(s: Step, model: ModelState) -> None:
     """Release the versions of which enough newer ones are safe, for good."""
-    whole = {key: record for key, record in model.versions.items() if record.was_whole}
-    for key, record in model.versions.items():
-        if record.keeping.released:
-            continue
-        newer = (other for other in whole if other > key)
-        replaced = sum(replaces(model, whole[other], record) for other in newer)
-        if replaced >= model.retain:
+    records = model.versions.values()
+    for record in [record for record in records if not record.keeping.released]:
+        newer = (other for other in records if other.was_whole and other.key > record.key)
+        if sum(replaces(other, record) for other in newer) >= model.retain:
             record.keeping.released = True
             s.touched.add(model.name)
 
 
-def replaces(model: ModelState, newer: VersionRecord, old: VersionRecord) -> bool:
+def replaces(newer: VersionRecord, old: VersionRecord) -> bool:
     """Tell whether a newer version is as safe as an old one, so that the old one need not be kept for its sake.
 
     It is secured, or whole wherever the old one is held, so that what would lose it would lose the old one as well.
@@ -108,10 +105,8 @@ def replaces(model: ModelState, newer: VersionRecord, old: VersionRecord) -> boo
     """
     if newer.keeping.secured_by is not None:
         return True
-    whole, held = newer.keeping.whole, old.keeping.held
-    if not whole or any(r not in whole and not model.groups[r].spot for r in held):
-        return False
-    return all(r in whole for r in held) or any(not model.groups[r].spot for r in held)
+    whole, firm = newer.keeping.whole, old.keeping.firm
+    return bool(whole) and firm <= whole and (bool(firm) or old.keeping.held <= whole)
 
 
 # --- custody --------------------------------------------------------------------------------------------------------

@@ -283,8 +283,11 @@ def wait(s: Step, worker: Worker, request: int, m: Wait) -> None:
     """Answer when a newer whole version is available, or when the other shards were promised one."""
     model = s.model(worker)
     newer_than = None if m.newer_than is None else (m.newer_than[0], m.newer_than[1])
-    if sum(w.worker == worker.id for w in model.waiting) >= s.state.config.max_deferred:
+    if len(worker.waits) >= s.state.config.max_deferred:  # seldom: only then all that wait are looked at
+        worker.waits = {waiting.request for waiting in model.waiting if waiting.worker == worker.id}
+    if len(worker.waits) >= s.state.config.max_deferred:
         return s.fail(worker, request, StateError("too many waits at once on one connection"))
+    worker.waits.add(request)
     waiting = Waiting(worker.id, request, newer_than)
     model.waiting += tell_promised(s, worker, settle_waits(s, model, [waiting]))
 
@@ -326,10 +329,10 @@ def settle_waits(s: Step, model: ModelState, waiters: list[Waiting]) -> list[Wai
 
 def forget_old_versions(s: Step, model: ModelState) -> None:
     """Forget what nobody holds: versions that never were whole, and whole ones beyond the newest `kept_versions`."""
-    promised = {r.key for g in model.groups.values() for r in g.rounds.values()}
-    ranked = sorted(model.versions, reverse=True)
-    for place, key in enumerate(ranked):
-        if key in model.holders or key in promised:
-            continue
-        if not model.versions[key].was_whole or place >= s.state.config.kept_versions:
+    kept = s.state.config.kept_versions
+    ranked = enumerate(sorted(model.versions, reverse=True))
+    old = [k for n, k in ranked if k not in model.holders and (n >= kept or not model.versions[k].was_whole)]
+    if old:  # seldom: only then all replicas are looked at
+        promised = {r.key for g in model.groups.values() for r in g.rounds.values()}
+        for key in set(old) - promised:
             del model.versions[key]

@@ -9,6 +9,7 @@ import pytest
 from tensorhub_core.ids import ModelName, ReplicaName, VersionKey
 from tensorhub_core.schedule.sources import Candidate
 from tensorhub_core.state import (
+    calling,
     keeping,
     leases,
     machine,
@@ -231,7 +232,30 @@ def publishers_secure_their_own_versions(patch: pytest.MonkeyPatch) -> None:
 
 def anything_newer_replaces(patch: pytest.MonkeyPatch) -> None:
     """L11: a version is released as soon as a newer one is whole anywhere."""
-    patch.setattr(retention, "replaces", lambda model, newer, old: bool(newer.keeping.whole))
+    patch.setattr(retention, "replaces", lambda newer, old: bool(newer.keeping.whole))
+
+
+def nobody_is_known_to_wait(patch: pytest.MonkeyPatch) -> None:
+    """L2: the index of the replicas whose rounds wait for others forgets each that was looked at."""
+    patch.setattr(calling, "waits_for_others", lambda group: False)
+
+
+def who_is_failed_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """L3, L4: the index does not hear of a reader that has lost its sources, or waits for silent ones."""
+    patch.setattr(calling, "note_call", lambda s, worker: None)
+
+
+def spot_replicas_are_held_for_firm(patch: pytest.MonkeyPatch) -> None:
+    """L11: what a replica holds is noted as if it were not spot."""
+
+    def review(s: retention.Step, name: ModelName, replica: ReplicaName, key: VersionKey) -> None:
+        original(s, name, replica, key)
+        record = s.state.models[name].versions.get(key)
+        if record is not None and replica in record.keeping.held:
+            record.keeping.firm.add(replica)
+
+    original = retention.review
+    patch.setattr(retention, "review", review)
 
 
 RETENTION_MUTANTS = [
@@ -242,6 +266,7 @@ RETENTION_MUTANTS = [
     one_shard_of_another_replica_is_relied_on,
     publishers_secure_their_own_versions,
     anything_newer_replaces,
+    spot_replicas_are_held_for_firm,
 ]
 
 STAGING_MUTANTS = [
@@ -261,6 +286,8 @@ MUTANTS: list[Patch] = [
     circles,
     unverified_prefixes,
     manifests_do_not_bind,
+    nobody_is_known_to_wait,
+    who_is_failed_is_forgotten,
     *STAGING_MUTANTS,
     *RETENTION_MUTANTS,
 ]
