@@ -35,10 +35,11 @@ def draw(path: Path) -> Path:
     """Draw the figure whose data is at `path`; returns where the picture is."""
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     panels = data["panels"]
-    count = max(1, len(panels))
-    figure, axes = plt.subplots(1, count, figsize=(6.0 * count if panels else 10.0, 5.0), squeeze=False)
+    rows, columns = (len(panels) + 1) // 2 or 1, min(2, len(panels)) or 1
+    size = (6.8 * columns if panels else 10.0, 5.0 * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False)
     figure.suptitle(data["title"], fontsize=13)
-    for axis, panel in zip(axes[0], panels, strict=False):
+    for axis, panel in zip(axes.flat, panels, strict=False):
         (_bars if panel["kind"] == "bars" else _lines)(axis, panel)
     if data["edges"]:
         _tree(axes[0][0], data["edges"])
@@ -70,7 +71,7 @@ def _bars(axis: Any, panel: dict[str, Any]) -> None:
     for number, each in enumerate(series):
         places = [index + (number - (len(series) - 1) / 2) * width for index in range(len(panel["x"]))]
         bars = axis.bar(places, each["y"], width, color=_COLOURS[number % len(_COLOURS)], label=each["name"])
-        axis.bar_label(bars, fmt=_short, fontsize=7, padding=1)
+        axis.bar_label(bars, fmt=_short, fontsize=6, padding=1)
     names = [_wrapped(str(name)) for name in panel["x"]]
     axis.set_xticks(range(len(names)), names, fontsize=8)
     _label(axis, panel)

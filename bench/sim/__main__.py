@@ -19,6 +19,7 @@ from bench.sim.paper import FIGURES, Plan
 from bench.sim.plots import FOLDER
 
 NAME = "sim"
+_TITLE = "# What the simulator assumes (written by `python -m bench.sim`)"
 
 
 def arguments_of() -> argparse.Namespace:
@@ -56,6 +57,8 @@ def main() -> int:
             rows += more
             drawn.append(figure.write(arguments.figures))
         print(f"{NAME}: {name} took {time.monotonic() - begun_s:.1f} s", file=sys.stderr, flush=True)
+    arguments.figures.mkdir(parents=True, exist_ok=True)
+    (arguments.figures / "assumptions.md").write_text(f"{_TITLE}\n\n{table(assumptions)}\n", encoding="utf-8")
     report(NAME, arguments, rows)
     if not arguments.no_draw and drawn:
         try:

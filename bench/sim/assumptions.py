@@ -48,7 +48,7 @@ class Size:
         return self.total_bytes // self.gpus
 
 
-_FITS = "parameters named in the paper's figures; GPUs per replica: assumption, weights within half of 80 GB a GPU"
+_FITS = "sizes of the paper's models; GPUs per replica: assumption, weights take at most half of 80 GB on each"
 SIZES = {
     size.name: size
     for size in (
@@ -65,12 +65,12 @@ class Assumptions:
     """All of them; `replace` one to ask what if."""
 
     nic_bytes_per_s: Assumption[float] = Assumption(
-        25e9, "B/s", f"200 Gbit/s of RDMA for each GPU and direction: {PAPER} has 22 GB/s as 88 % of the line"
+        25e9, "B/s", f"200 Gbit/s of RDMA for each GPU and direction: 22 GB/s are 88 % of it in {PAPER}"
     )
     nic_share: Assumption[float] = Assumption(
         0.88,
         "of the line",
-        f"what a read gets of it; {PAPER}, section on micro-benchmarks. All contenders get the same",
+        f"what a read gets of it: 22 GB/s for 50 GB, by a summary of {PAPER}. The same for all",
     )
     fabric: Assumption[str] = Assumption(
         "does not block", "", "within a zone only network cards limit: assumption, as in rail-optimised GPU clusters"
@@ -105,7 +105,7 @@ class Assumptions:
         1e-6, "s", "the hub's look at each worker, four times a lease: assumption from the machine's own time"
     )
     hub_bytes_per_s: Assumption[float] = Assumption(
-        2e9, "B/s", "blobs (checksums, layouts) through ZeroMQ: 2.1-2.8 GB/s measured (shared/FACTS.md, section 5)"
+        2e9, "B/s", "blobs (checksums, layouts) through ZeroMQ: 2.1-2.8 GB/s measured (FACTS.md, section 5)"
     )
     heartbeats: Assumption[str] = Assumption(
         "in 20 batches a period",
@@ -128,7 +128,7 @@ class Assumptions:
         0.0375,
         "s",
         "what is in flight takes no longer, where the window would hold more: client/flow.py, 1.5 x _EASY_S. What is"
-        " in flight is not verified, so no follower may read it: the lag of a hop (shared/FACTS.md, section 5)",
+        " in flight is not verified, so no follower may read it: the lag of a hop (FACTS.md, section 5)",
     )
     plan_s: Assumption[float] = Assumption(0.002, "s", "planning a raw read: bench/results/planning.json; assumption")
     settle_s: Assumption[float] = Assumption(0.001, "s", "from the last verified byte to Done; assumption")
@@ -136,7 +136,7 @@ class Assumptions:
         "keeps up", "", "checksums are computed as fast as bytes arrive: on GPUs an assumption, on CPUs measured"
     )
     lost_peer_s: Assumption[float] = Assumption(
-        0.053, "s", "until a reader notices that its source was killed: 1-53 ms measured (shared/FACTS.md, section 5)"
+        0.053, "s", "until a reader notices that its source was killed: 1-53 ms measured (FACTS.md, section 5)"
     )
     hello_within: Assumption[float] = Assumption(
         0.25, "of a lease", "a worker tries a lost server at least four times a lease (client/search.py)"
@@ -194,9 +194,21 @@ def table(assumptions: Assumptions) -> str:
     rows = ["| what | value | where from, or why |", "| --- | --- | --- |"]
     for name in Assumptions.__dataclass_fields__:
         each: Assumption[str] = getattr(assumptions, name)
-        value = each.value if isinstance(each.value, str) else f"{each.value:,g} {each.unit}"
-        rows.append(f"| `{name}` | {value} | {each.why} |")
+        rows.append(f"| `{name}` | {_shown(each.value, each.unit)} | {each.why} |")
     for size in SIZES.values():
-        text = f"{size.total_bytes / 1e9:,.0f} GB on {size.gpus} GPUs: {size.shard_bytes / 1e9:,.1f} GB each"
-        rows.append(f"| `{size.name}` | {text} | {size.why} |")
+        gpus = "1 GPU" if size.gpus == 1 else f"{size.gpus} GPUs: {size.shard_bytes / 1e9:,.1f} GB each"
+        rows.append(f"| `{size.name}` | {size.total_bytes / 1e9:,.0f} GB on {gpus} | {size.why} |")
     return "\n".join(rows)
+
+
+def _shown(value: float | str | bool, unit: str) -> str:
+    """Write a value for people."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return value
+    if unit in ("B", "B/s"):
+        return f"{value / 1e9:g} G{unit}" if value >= 1e9 else f"{value / (1 << 20):g} Mi{unit}"
+    if unit == "s" and 0 < value < 0.1:
+        return f"{value * 1e3:g} ms"
+    return f"{value:,g} {unit}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from bench.sim.assumptions import SIZES, Assumption, Assumptions, table
@@ -11,6 +13,7 @@ from bench.sim.datacentres import datacentres
 from bench.sim.elastic import churn
 from bench.sim.failures import failures
 from bench.sim.fleet import Fleet
+from bench.sim.paper import Plan, draw_tree
 from bench.sim.standalone import standalone
 from bench.sim.star import broadcast_s, star_times
 
@@ -121,3 +124,12 @@ def test_every_assumption_says_where_it_is_from() -> None:
     text = table(Assumptions())
     assert all(f"`{name}`" in text for name in Assumptions.__dataclass_fields__)
     assert all(getattr(Assumptions(), name).why for name in Assumptions.__dataclass_fields__)
+
+
+def test_a_figure_is_written_with_its_data(tmp_path: Path) -> None:
+    rows, figure = draw_tree(Plan(assume(nic_bytes_per_s=1e9), quick=True))
+    data = json.loads(figure.write(tmp_path).read_text())
+    assert [edge["name"] for edge in data["edges"] if edge["wan"]] == ["remote-0"]
+    readers = {f"remote-{number}" for number in range(6)} | {f"rollout-{number}" for number in range(8)}
+    assert {edge["name"] for edge in data["edges"]} == readers
+    assert all(row.ok for row in rows)
