@@ -58,7 +58,10 @@ def _lines(axis: Any, panel: dict[str, Any]) -> None:
         bound = "bound" in series["name"] and "/" not in series["name"]
         style = "--" if bound else "-"
         colour = "#222222" if bound else _COLOURS[number % len(_COLOURS)]
-        axis.plot(panel["x"], series["y"], style, marker="o", markersize=4, color=colour, label=series["name"])
+        drawn = {"marker": "o", "markersize": 4, "lw": 3.0 - 0.5 * number}  # all are seen where they lie on each other
+        axis.plot(
+            panel["x"], series["y"], style, marker="o", markersize=4, lw=width, color=colour, label=series["name"]
+        )
     _label(axis, panel)
     if panel["log_x"]:
         axis.set_xscale("log", base=2)

@@ -145,6 +145,11 @@ class Assumptions:
     lease_s: Assumption[float] = Assumption(_MACHINE.lease_s, "s", "default setting")
     heartbeat_s: Assumption[float] = Assumption(_MACHINE.heartbeat_s, "s", "default setting")
     grace_s: Assumption[float] = Assumption(_MACHINE.grace_s, "s", "default setting: after a restart the hub listens")
+    agents: Assumption[str] = Assumption(
+        "like a replica",
+        "",
+        "a seed agent has a replica's shards and network cards, and host memory; assumption",
+    )
     layouts: Assumption[str] = Assumption(
         "alike", "", "the trainer publishes in the rollouts' layout, for all contenders: none of them reshards here"
     )
