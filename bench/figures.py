@@ -58,10 +58,9 @@ def _lines(axis: Any, panel: dict[str, Any]) -> None:
         bound = "bound" in series["name"] and "/" not in series["name"]
         style = "--" if bound else "-"
         colour = "#222222" if bound else _COLOURS[number % len(_COLOURS)]
-        drawn = {"marker": "o", "markersize": 4, "lw": 3.0 - 0.5 * number}  # all are seen where they lie on each other
-        axis.plot(
-            panel["x"], series["y"], style, marker="o", markersize=4, lw=width, color=colour, label=series["name"]
-        )
+        width = 3.0 - 0.5 * number  # lines that lie on each other are all seen
+        name, x, y = series["name"], panel["x"], series["y"]
+        axis.plot(x, y, style, marker="o", markersize=4, lw=width, color=colour, label=name)
     _label(axis, panel)
     if panel["log_x"]:
         axis.set_xscale("log", base=2)
