@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections import deque
+import select
 from collections.abc import Callable
 
 import zmq
@@ -25,6 +25,7 @@ from tensorhub_core.server.gate import Gate
 from tensorhub_core.server.journal import Journal
 from tensorhub_core.server.options import bind_router, is_open
 from tensorhub_core.server.outbox import Delivery, Outbox
+from tensorhub_core.server.pace import Pace
 from tensorhub_core.state.events import Disconnected, Drop, Effect, Event, Log, Received, Send, Tick
 from tensorhub_core.state.machine import step
 from tensorhub_core.state.messages import PROTOCOL, Failure, Hello, Reply
@@ -44,6 +45,8 @@ MACHINE_LINES = 200
 MOST_WAIT_S = 10.0
 OPEN = "%s can be reached from other machines, by anybody: set curve_secret and curve_clients (`tensorhub keygen`)"
 _FRAMES_OF_A_MESSAGE = 2
+_NOBLOCK = int(zmq.NOBLOCK)
+"""As a plain number: to combine and convert the enumeration's costs as much as to receive a frame."""
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
@@ -102,6 +105,7 @@ class ServerLoop:
             journal.begin(config, self.state.started_s)
         self._outdated_by: int | None = None
         self._outbox = Outbox(self._router)
+        self._pace = Pace()
         self._stopping = False
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -134,8 +138,11 @@ class ServerLoop:
                     return
             if self._gate is not None:
                 self._gate.turn(now)
-            self._receive_batch()
-            self._tick_if_due(self._clock.now())
+            taken, now = self._receive_batch(), self._clock.now()
+            self._tick_if_due(now)
+            pause_s = self._pace.pause_s(len(self.state.workers), taken, now)
+            if pause_s:
+                select.select((self._wake_read,), (), (), pause_s)  # stop() ends it
         if self._outdated_by is not None:
             raise Outdated(self.state.config.server_epoch, self._outdated_by)
 
@@ -178,23 +185,25 @@ class ServerLoop:
 
     # --- receiving ----------------------------------------------------------------------------------------------
 
-    def _receive_batch(self) -> None:
-        for _ in range(BATCH):
+    def _receive_batch(self) -> int:
+        """Take the messages that are there, so many at the most; return how many there were."""
+        for taken in range(BATCH):
             if self._stopping:
-                return
+                return taken
             try:
-                session = SessionId(self._router.recv(zmq.NOBLOCK))
-                frames = self._rest_of_message()
+                identity = self._router.recv(_NOBLOCK, copy=False)
+                frames = self._rest_of_message(identity)
             except zmq.Again:
-                return
+                return taken
             self.counters.received += 1
-            self._handle(session, frames)
+            self._handle(SessionId(identity.bytes), frames)
+        return BATCH
 
-    def _rest_of_message(self) -> list[bytes]:
+    def _rest_of_message(self, frame: zmq.Frame) -> list[bytes]:
         """Return the frames after the identity; those that no message has are read but not kept."""
         frames: list[bytes] = []
-        while self._router.getsockopt(zmq.RCVMORE):
-            frame = self._router.recv(zmq.NOBLOCK, copy=False)
+        while frame.more:  # cheaper to ask than the socket
+            frame = self._router.recv(_NOBLOCK, copy=False)
             if len(frames) <= _FRAMES_OF_A_MESSAGE:
                 frames.append(frame.bytes)
         return frames
@@ -227,9 +236,9 @@ class ServerLoop:
     def _step(self, event: Event) -> None:
         """Take one step and carry out its effects; sessions that cannot be reached become events of their own."""
         lost: set[SessionId] = set()
-        events: deque[Event] = deque([event])
-        while events:
-            current, now = events.popleft(), self._clock.now()
+        events = [event]
+        for current in events:  # it grows on the way
+            now = self._clock.now()
             if self._journal is not None:
                 self._journal.append(now, current, self.state.counter)
             try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,8 +27,7 @@ class MalformedMessage(TensorHubError):
     code = "malformed_message"
 
 
-@dataclass(frozen=True, slots=True)
-class Frames:
+class Frames(NamedTuple):
     """A decoded header with its still encoded body."""
 
     protocol: int
