@@ -104,12 +104,12 @@ def allow_files() -> None:
 
 
 @contextlib.contextmanager
-def processes(address: str, count: int, workers: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start the processes of the workers; ended with the block."""
+def processes(address: str, count: int, workers: int, script: str = __file__) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start the processes of the workers, each of them `script`; ended with the block."""
     made: list[subprocess.Popen[str]] = []
     try:
         for number in range(count):
-            command = [sys.executable, __file__, "--act", address, str(number * workers)]
+            command = [sys.executable, script, "--act", address, str(number * workers)]
             made.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         yield made
     finally:

@@ -33,6 +33,7 @@ BENCHES = (
     "memory_server",
     "control_plane",
     "many_workers",
+    "growth",
     "install",
     "stall",
 )
