@@ -86,12 +86,19 @@ class ClientConfig:
         "process can take when it connects, shared by the LOCAL_WORLD_SIZE processes of a launcher that sets it",
         least=0,
     )
-    zone: str = _setting("", "datacentre of this process: sources in the same zone are preferred")
-    host: str = _setting("", "name of this machine; empty = the host name")
+    zone: str = _setting(
+        "", "datacentre of this process: sources there are preferred; empty = detected, if anything says it"
+    )
+    host: str = _setting(
+        "", "name of this machine; empty = detected, at last the host name (docs/operations.md, Places)"
+    )
+    rail: str = _setting("", "NIC group of this process; empty = detected: the NIC nearest to its GPU, or `interface`")
     transport: str = _setting(
         "auto", "data plane; auto = the best for each peer", choices=("auto", "nixl", "tcp", "cma", "memory")
     )
-    interface: str | None = _setting(None, "network interface the data plane uses; None = the transport's choice")
+    interface: str | None = _setting(
+        None, "network interface or RDMA device (`eth0`, `mlx5_0`) the data plane uses; None = the transport's choice"
+    )
     segment_bytes: int = _setting(4 << 20, "size of a segment: the unit of transfer, check and resume", least=4096)
     staging_bytes: int | None = _setting(
         None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from tensorhub_core.errors import TransportError
 from tensorhub_core.transport.base import Region
 from tensorhub_core.transport.description import decode_description, encode_description
 from tensorhub_core.transport.nixl import NixlTransport
+from tensorhub_core.transport.tcp_addresses import InterfaceAddress, interface_addresses
 from tests.transport.lab import batch, needs_nixl
 
 pytestmark = [needs_nixl, pytest.mark.timeout(120)]
@@ -33,6 +35,22 @@ def transport(memory: np.ndarray) -> Iterator[NixlTransport]:
     opened.register([Region(memory.ctypes.data, memory.nbytes)])
     yield opened
     opened.shutdown()
+
+
+def test_the_interface_decides_where_it_can_be_reached(memory: np.ndarray) -> None:
+    near = InterfaceAddress("lo", "127.0.0.1")
+    far = next((each for each in interface_addresses() if not each.loopback and ":" not in each.address), None)
+    if far is None:
+        pytest.skip("this machine has no other interface than loopback")
+    told = {}
+    for each in (near, far):
+        opened = NixlTransport("test", interface=each.interface)
+        opened.register([Region(memory.ctypes.data, memory.nbytes)])
+        found = decode_description(opened.describe(), "nixl")
+        told[each.interface] = socket.inet_aton(far.address) in found.metadata
+        assert f"{each.interface} {each.address}" in found.places
+        opened.shutdown()
+    assert told == {"lo": False, far.interface: True}
 
 
 def test_a_forked_child_refuses_and_ends(transport: NixlTransport) -> None:

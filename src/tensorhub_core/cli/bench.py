@@ -21,6 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tensorhub_core.checkpoint.room import available_memory_bytes
+from tensorhub_core.cli.common import interface_option
 from tensorhub_core.cli.signals import Stop
 from tensorhub_core.errors import TensorHubError
 from tensorhub_core.observe.log import get_logger
@@ -55,7 +56,9 @@ class Figures:
 class Peer:
     """The publisher or a reader as a process of its own."""
 
-    def __init__(self, address: str, name: str, transport: str, tensors: int, tensor_bytes: int) -> None:
+    def __init__(
+        self, address: str, name: str, transport: str, tensors: int, tensor_bytes: int, interface: str | None = None
+    ) -> None:
         self.name = name
         role = PUBLISHER if name == PUBLISHER else "reader"
         command = [sys.executable, "-m", "tensorhub_core.cli.bench_worker", address, role, name, transport]
@@ -64,7 +67,7 @@ class Peer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **({"TENSORHUB_INTERFACE": interface} if interface else {})},
         )
 
     def order(self, what: str, version: int) -> None:
@@ -119,8 +122,17 @@ class Peer:
     multiple=True,
     help="Measure this one; again for more. [all that load]",
 )
+@interface_option
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
-def bench(megabytes: int, tensors: int, readers: int, versions: int, names: tuple[str, ...], as_json: bool) -> None:
+def bench(
+    megabytes: int,
+    tensors: int,
+    readers: int,
+    versions: int,
+    names: tuple[str, ...],
+    interface: str | None,
+    as_json: bool,
+) -> None:
     """Publish versions from one process and read them from others, and say how fast each transport is here.
 
     Everything is counted in: the hub's promise, plan, verified read, commit. The bytes of the first and the last
@@ -130,7 +142,7 @@ def bench(megabytes: int, tensors: int, readers: int, versions: int, names: tupl
     tensor_bytes = max(1, megabytes * 1_000_000 // tensors)
     _require_memory(tensors * tensor_bytes, readers)
     chosen = names or tuple(name for name in MEASURABLE if not why_unavailable(name))
-    found = [measure(name, readers, versions, tensors, tensor_bytes) for name in chosen]
+    found = [measure(name, readers, versions, tensors, tensor_bytes, interface) for name in chosen]
     if as_json:
         click.echo(json.dumps([asdict(figures) for figures in found], indent=2))
     else:
@@ -143,13 +155,15 @@ def bench(megabytes: int, tensors: int, readers: int, versions: int, names: tupl
         raise click.exceptions.Exit(1)
 
 
-def measure(transport: str, readers: int, versions: int, tensors: int, tensor_bytes: int) -> Figures:
+def measure(
+    transport: str, readers: int, versions: int, tensors: int, tensor_bytes: int, interface: str | None = None
+) -> Figures:
     """Run a hub, a publisher and readers over one transport; what fails is said in `error`."""
     total_bytes = tensors * tensor_bytes
     try:
         with (
             serve("tcp://127.0.0.1:0", retain=0) as hub,
-            _peers(hub.address, transport, readers, tensors, tensor_bytes) as (publisher, others),
+            _peers(hub.address, transport, readers, tensors, tensor_bytes, interface) as (publisher, others),
         ):
             publish_s, read_s, unpublish_s = _run(publisher, others, versions)
             plain_s = others[0].ask("copy", 0)["seconds"]
@@ -171,13 +185,13 @@ def measure(transport: str, readers: int, versions: int, tensors: int, tensor_by
 
 @contextlib.contextmanager
 def _peers(
-    address: str, transport: str, readers: int, tensors: int, tensor_bytes: int
+    address: str, transport: str, readers: int, tensors: int, tensor_bytes: int, interface: str | None
 ) -> Iterator[tuple[Peer, list[Peer]]]:
     names = [PUBLISHER, *(f"reader-{number}" for number in range(1, readers + 1))]
     with contextlib.ExitStack() as ending:
         peers: list[Peer] = []
         for name in names:
-            peers.append(Peer(address, name, transport, tensors, tensor_bytes))
+            peers.append(Peer(address, name, transport, tensors, tensor_bytes, interface))
             ending.callback(peers[-1].end)
         for peer in peers:
             peer.answer()

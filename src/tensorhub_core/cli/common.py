@@ -1,6 +1,10 @@
-"""What several commands share: the `--server` option and the way to the server it means."""
+"""What several commands share: the options for the server and for where this process runs."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import click
 
@@ -15,6 +19,26 @@ server_option = click.option(
     " embedded server.",
 )
 
+interface_option = click.option(
+    "--interface",
+    metavar="NAME",
+    help="Network interface or RDMA device for the bytes, such as eth0 or mlx5_0. `tensorhub doctor` lists them.",
+)
+
+
+def place_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options that say where it runs; it gets them as settings, in `place`."""
+
+    @interface_option
+    @click.option("--rail", metavar="NAME", help="NIC group of this process. Default: detected.")
+    @click.option("--host", metavar="NAME", help="Machine of this process. Default: detected.")
+    @click.option("--zone", metavar="NAME", help="Datacentre of this process. Default: detected.")
+    @functools.wraps(command)
+    def placed(*, zone: str | None, host: str | None, rail: str | None, interface: str | None, **others: Any) -> None:
+        command(place={"zone": zone, "host": host, "rail": rail, "interface": interface}, **others)
+
+    return placed
+
 
 def server_address(settings: Settings) -> str:
     """Return the address of the server that the settings mean; starts the embedded one if none runs."""
@@ -23,12 +47,12 @@ def server_address(settings: Settings) -> str:
     return embedded_address(settings.client.connect_timeout_s, settings.server)
 
 
-def existing_server(server: str | None) -> tuple[str, Settings]:
-    """Return the address of a server for a command that only looks, and the settings; starts nothing.
+def existing_server(server: str | None, **options: str | None) -> tuple[str, Settings]:
+    """Return the address of a server for a command that starts none, and the settings, with more options.
 
     Raises ServerUnreachable if none was named and no embedded one runs.
     """
-    settings = load_settings(cli={"server": server})
+    settings = load_settings(cli={"server": server, **options})
     address = settings.client.server or running_address(settings.server)
     if address is None:
         raise ServerUnreachable(

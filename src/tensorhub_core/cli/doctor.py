@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -15,9 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from tensorhub_core.cli import loopback, machine
-from tensorhub_core.cli.common import existing_server, printable, server_option
+from tensorhub_core.cli.common import existing_server, place_options, printable, server_option
+from tensorhub_core.cli.whereabouts import DataPlane, Device, examine_place, network_rows, place_rows, used_row
 from tensorhub_core.client.oneshot import ask
+from tensorhub_core.client.place import Where
 from tensorhub_core.errors import TensorHubError
+from tensorhub_core.settings import Settings, load_settings
 from tensorhub_core.state.messages import GetStatus, StatusReply
 from tensorhub_core.transport.host import Host, rdma_devices
 from tensorhub_core.transport.paths import Side, forecast
@@ -77,8 +81,11 @@ class Findings:
     packages: dict[str, str | None]
     transports: tuple[TransportFinding, ...]
     auto: AutoFinding
+    place: Where
     network_cards: tuple[machine.Nic, ...]
     rdma_ports: tuple[machine.RdmaPort, ...]
+    rdma_devices: tuple[Device, ...]
+    data_plane: DataPlane
     ucx: machine.Ucx
     cross_memory: machine.Cma
     limits: machine.Limits
@@ -98,14 +105,16 @@ class Findings:
     default=loopback.PROBE_BYTES,
     help="How much each loopback probe moves. [128 MiB]",
 )
+@place_options
 @server_option
-def doctor(as_json: bool, probe_bytes: int, server: str | None) -> None:
+def doctor(as_json: bool, probe_bytes: int, server: str | None, place: dict[str, str | None]) -> None:
     """Say which transports work on this machine and how fast, what they have to work with, and if a hub answers.
 
-    Exits with 1 only if no transport moves bytes from one process to another. NIXL need not be there: it is for RDMA
-    and GPU memory.
+    Says also as which zone, host and rail a worker here would be known and where each name was learnt, and which NIC
+    its bytes would take. Exits with 1 only if no transport moves bytes from one process to another. NIXL need not be
+    there: it is for RDMA and GPU memory.
     """
-    findings = examine(server, probe_bytes)
+    findings = examine(load_settings(cli={"server": server, **place}), probe_bytes)
     if as_json:
         sys.stdout.write(json.dumps(asdict(findings), indent=2) + "\n")
     else:
@@ -115,30 +124,37 @@ def doctor(as_json: bool, probe_bytes: int, server: str | None) -> None:
         click.get_current_context().exit(1)
 
 
-def examine(server: str | None, probe_bytes: int) -> Findings:
+def examine(settings: Settings, probe_bytes: int) -> Findings:
     """Look at everything; takes some seconds."""
-    transports = tuple(examine_transport(name, probe_bytes) for name in TRANSPORTS)
+    interface = settings.client.interface
+    transports = tuple(examine_transport(name, probe_bytes, interface) for name in TRANSPORTS)
+    auto = examine_auto({found.name for found in transports if found.works}, bool(rdma_devices()))
+    chosen = settings.client.transport
+    where = examine_place(settings, auto.between_machines.transport if chosen == "auto" else chosen)
     return Findings(
         python=platform.python_version(),
         system=platform.platform(),
         packages={name: _installed(name) for name in _PACKAGES},
         transports=transports,
-        auto=examine_auto({found.name for found in transports if found.works}, bool(rdma_devices())),
-        network_cards=machine.network_cards(),
-        rdma_ports=machine.rdma_ports(),
+        auto=auto,
+        place=where.place,
+        network_cards=where.network_cards,
+        rdma_ports=where.rdma_ports,
+        rdma_devices=where.rdma_devices,
+        data_plane=where.data_plane,
         ucx=machine.ucx(),
         cross_memory=machine.cross_memory(),
         limits=machine.limits(),
-        server=examine_server(server),
+        server=examine_server(settings.client.server),
     )
 
 
-def examine_transport(name: str, probe_bytes: int) -> TransportFinding:
+def examine_transport(name: str, probe_bytes: int, interface: str | None = None) -> TransportFinding:
     """Load a transport and move bytes from a child process with it."""
     reason = why_unavailable(name)
     if reason:
         return TransportFinding(name, False, False, None, 0, reason)
-    result = loopback.probe(name, probe_bytes)
+    result = loopback.probe(name, probe_bytes, interface)
     return TransportFinding(name, True, result.works, result.gb_per_s, result.probe_bytes, result.reason)
 
 
@@ -183,6 +199,7 @@ def render(findings: Findings) -> RenderableType:
         Text(f"Python {findings.python} on {findings.system}"),
         Text(versions, style="dim"),
         *_section("Transports", _transports(findings)),
+        *_section("Place", table_of(place_rows(findings.place))),
         *_section("Network", _network(findings)),
         *_section("This machine", _machine(findings)),
         *_section("Hub", _server(findings.server)),
@@ -198,6 +215,14 @@ def _table() -> Table:
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
+    return table
+
+
+def table_of(rows: Iterable[tuple[Text, Text, Text]]) -> Table:
+    """Return a table of rows: what it is, in a word, and more about it."""
+    table = _table()
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -228,15 +253,10 @@ def _not_needed(findings: Findings, found: TransportFinding) -> bool | None:
 
 
 def _network(findings: Findings) -> Table:
-    table = _table()
-    for card in findings.network_cards:
-        speed = "" if card.speed_mbit is None else f"{card.speed_mbit / 1000:g} Gbit/s"
-        about = "  ".join(part for part in (card.address, f"mtu {card.mtu}", speed) if part)
-        table.add_row(Text(f"  {card.name}"), Text(card.state), Text(about))
-    for port in findings.rdma_ports:
-        table.add_row(Text(f"  {port.device}:{port.port}"), Text(port.state), Text(f"{port.link_layer}  {port.rate}"))
+    table = table_of(network_rows(findings.network_cards, findings.rdma_ports, findings.rdma_devices))
     if not findings.rdma_ports:
         table.add_row(Text("  RDMA"), _mark(None), Text("no RDMA device: between machines transfers go over TCP"))
+    table.add_row(*used_row(findings.data_plane))
     ucx = findings.ucx
     about = ", ".join(ucx.devices) or ucx.reason
     table.add_row(Text("  UCX"), _mark(bool(ucx.devices), ucx.version or "found"), Text(about))

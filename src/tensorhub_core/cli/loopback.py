@@ -36,11 +36,11 @@ class Loopback:
     reason: str = ""
 
 
-def probe(name: str, probe_bytes: int = PROBE_BYTES) -> Loopback:
+def probe(name: str, probe_bytes: int = PROBE_BYTES, interface: str | None = None) -> Loopback:
     """Move `probe_bytes` from a child process to this one; never raises for what the transport does."""
     try:
-        with _source(name, probe_bytes) as offer:
-            rate = _read(make_transport(name), offer)
+        with _source(name, probe_bytes, interface) as offer:
+            rate = _read(make_transport(name, interface=interface), offer)
         return Loopback(True, probe_bytes, rate)
     except TransportError as error:
         return Loopback(False, probe_bytes, reason=" ".join(str(error).split()))
@@ -57,8 +57,8 @@ class _Offer:
 
 
 @contextlib.contextmanager
-def _source(name: str, probe_bytes: int) -> Iterator[_Offer]:
-    command = [sys.executable, "-m", "tensorhub_core.cli.loopback", name, str(probe_bytes)]
+def _source(name: str, probe_bytes: int, interface: str | None) -> Iterator[_Offer]:
+    command = [sys.executable, "-m", "tensorhub_core.cli.loopback", name, str(probe_bytes), *filter(None, [interface])]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         guard = threading.Timer(_TIMEOUT_S, child.kill)
         guard.start()
@@ -116,10 +116,10 @@ def _pass(transport: Transport, peer: PeerId, memory: NDArray[np.uint8], remote:
         time.sleep(_POLL_PAUSE_S)
 
 
-def serve(name: str, probe_bytes: int) -> None:
+def serve(name: str, probe_bytes: int, interface: str | None = None) -> None:
     """Serve random bytes until stdin closes: the child's side."""
     memory = np.random.default_rng(0).integers(0, 256, probe_bytes, np.uint8)
-    transport = make_transport(name)
+    transport = make_transport(name, interface=interface)
     try:
         transport.register([Region(memory.ctypes.data, memory.nbytes)])
         offer = {
@@ -136,6 +136,6 @@ def serve(name: str, probe_bytes: int) -> None:
 
 if __name__ == "__main__":
     try:
-        serve(sys.argv[1], int(sys.argv[2]))
+        serve(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
     except TransportError as error:
         sys.exit(str(error))

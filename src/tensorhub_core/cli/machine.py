@@ -12,42 +12,45 @@ import importlib.util
 import os
 import re
 import resource
-import socket
-import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tensorhub_core.checkpoint.room import available_memory_bytes
 from tensorhub_core.errors import TransportError
+from tensorhub_core.transport.nics import (
+    SYSFS,
+    Interface,
+    RdmaDevice,
+    read_interfaces,
+    read_rdma,
+    text_of,
+)
+from tensorhub_core.transport.nics import RdmaPort as RdmaPort
 from tensorhub_core.transport.process_memory import ProcessMemory
+from tensorhub_core.transport.tcp_addresses import interface_addresses
 
 _PROBE_TIMEOUT_S = 20.0
-_SIOCGIFADDR = 0x8915
 _UCX_RESOURCE = re.compile(r"resource\s+\d+\s*:.*-- (\S+)/(\S+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Nic:
-    """A network interface; `speed_mbit` is None where the driver does not say."""
+    """A network interface; `speed_mbit` is None where the driver does not say, `rail` the RDMA device of the same NIC.
+
+    `address` is the first IPv4 one of all `addresses`.
+    """
 
     name: str
     state: str
     address: str | None
     mtu: int | None
     speed_mbit: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class RdmaPort:
-    """A port of an RDMA device, as the kernel describes it."""
-
-    device: str
-    port: str
-    state: str
-    rate: str
-    link_layer: str
+    addresses: tuple[str, ...] = ()
+    numa_node: int | None = None
+    rail: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,34 +83,26 @@ class Limits:
     available_memory_bytes: int | None
 
 
-def network_cards(root: Path = Path("/sys/class/net")) -> tuple[Nic, ...]:
-    """List the network interfaces."""
-    return tuple(
-        Nic(
-            path.name,
-            _text(path / "operstate") or "unknown",
-            _ipv4(path.name),
-            _number(path / "mtu"),
-            _positive(_number(path / "speed")),
-        )
-        for path in _children(root)
-        if path.is_dir()
-    )
+def network_cards(root: Path = SYSFS / "class/net", rdma: Sequence[RdmaDevice] = ()) -> tuple[Nic, ...]:
+    """List the network interfaces; `rdma` are the machine's RDMA devices."""
+    try:
+        known = interface_addresses()
+    except TransportError:
+        known = []
+    cards = read_interfaces(root)
+    return tuple(_nic(card, [each.address for each in known if each.interface == card.name], rdma) for card in cards)
 
 
-def rdma_ports(root: Path = Path("/sys/class/infiniband")) -> tuple[RdmaPort, ...]:
+def _nic(each: Interface, addresses: list[str], rdma: Sequence[RdmaDevice]) -> Nic:
+    first = next((address for address in addresses if ":" not in address), None)
+    rail = next((device.name for device in rdma if each.name in device.interfaces), None)
+    node = each.slot.numa_node
+    return Nic(each.name, each.state, first, each.mtu, each.speed_mbit, tuple(addresses), node, rail)
+
+
+def rdma_ports(root: Path = SYSFS / "class/infiniband") -> tuple[RdmaPort, ...]:
     """List the ports of the RDMA devices."""
-    return tuple(
-        RdmaPort(
-            device.name,
-            port.name,
-            (_text(port / "state") or "unknown").split(": ")[-1].lower(),
-            _text(port / "rate") or "unknown",
-            _text(port / "link_layer") or "unknown",
-        )
-        for device in _children(root)
-        for port in _children(device / "ports")
-    )
+    return tuple(port for device in read_rdma(root) for port in device.ports)
 
 
 def limits() -> Limits:
@@ -140,7 +135,7 @@ def cross_memory() -> Cma:
     """Let a child process read 8 bytes of this one; the child is no ancestor, as peers are not."""
     with contextlib.suppress(TransportError):
         ProcessMemory().allow_neighbours()  # as whoever serves memory does
-    text = _text(Path("/proc/sys/kernel/yama/ptrace_scope"))
+    text = text_of(Path("/proc/sys/kernel/yama/ptrace_scope"))
     scope = int(text) if text is not None and text.isdigit() else None
     secret = ctypes.create_string_buffer(os.urandom(8), 8)
     answer, error = _run([sys.executable, "-c", _READ_PARENT, str(os.getpid()), str(ctypes.addressof(secret))])
@@ -213,43 +208,6 @@ def _run(command: list[str]) -> tuple[str, str]:
     if done.returncode < 0:
         lines.append(f"the probe died of signal {-done.returncode}")
     return done.stdout, lines[-1] if lines else ""
-
-
-def _ipv4(interface: str) -> str | None:
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
-
-
-def _children(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except OSError:
-        return []
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return None
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path)
-    try:
-        return None if text is None else int(text)
-    except ValueError:
-        return None
-
-
-def _positive(value: int | None) -> int | None:
-    return value if value is not None and value > 0 else None
 
 
 def _finite(value: int) -> int | None:

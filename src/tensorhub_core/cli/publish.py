@@ -9,7 +9,7 @@ import click
 
 from tensorhub_core.checkpoint.formats import FORMATS, OpenOptions, open_folder
 from tensorhub_core.checkpoint.names_file import read_names
-from tensorhub_core.cli.common import server_option
+from tensorhub_core.cli.common import place_options, server_option
 from tensorhub_core.cli.progress import terminal_progress
 from tensorhub_core.cli.signals import Stop
 from tensorhub_core.client.connect import connect
@@ -44,6 +44,7 @@ _CLOSE_S = 1.0
     type=click.Path(path_type=Path),
     help="Hugging Face folder or config.json of the model (torch_dist). Default: config.json in CHECKPOINT_DIR.",
 )
+@place_options
 @server_option
 def publish(
     checkpoint_dir: Path,
@@ -58,6 +59,7 @@ def publish(
     names: Path | None,
     hf_config: Path | None,
     server: str | None,
+    place: dict[str, str | None],
 ) -> None:
     """Serve the weights in CHECKPOINT_DIR as a version until SIGTERM or Ctrl-C.
 
@@ -66,7 +68,7 @@ def publish(
     `published MODEL VERSION` when everyone can read it. The files are mapped, not copied: leave them alone while they
     are served, or use --copy.
     """
-    settings = load_settings(cli={"server": server, "close_timeout_s": _CLOSE_S})
+    settings = load_settings(cli={"server": server, "close_timeout_s": _CLOSE_S, **place})
     stop = Stop()
     with terminal_progress("reading") as report:
         renamed = None if names is None else read_names(names)

@@ -9,7 +9,7 @@ import click
 from tensorhub_core.checkpoint.inventory import HeldBy, Inventory, take_inventory
 from tensorhub_core.checkpoint.room import allocate
 from tensorhub_core.checkpoint.writer import MAX_SHARD_BYTES, check_target, split_shards, write_checkpoint
-from tensorhub_core.cli.common import existing_server, server_option
+from tensorhub_core.cli.common import existing_server, place_options, server_option
 from tensorhub_core.cli.progress import byte_progress, terminal_progress
 from tensorhub_core.cli.signals import Stop
 from tensorhub_core.client.connect import connect
@@ -47,6 +47,7 @@ def _dtype(ctx: click.Context, param: click.Parameter, value: str | None) -> str
     "--max-shard-bytes", type=click.IntRange(min=1), default=MAX_SHARD_BYTES, help="Largest file to write. [5 GB]"
 )
 @click.option("--cast", callback=_dtype, help="Write floating tensors in this dtype: bf16, fp16, fp32, fp64.")
+@place_options
 @server_option
 def pull(
     model: str,
@@ -56,6 +57,7 @@ def pull(
     max_shard_bytes: int,
     cast: str | None,
     server: str | None,
+    place: dict[str, str | None],
 ) -> None:
     """Write a version, fetched from whoever holds it, as safetensors files to a folder.
 
@@ -63,14 +65,14 @@ def pull(
     """
     Stop()
     target = check_target(out)
-    address, settings = existing_server(server)
+    address, settings = existing_server(server, **place)
     inventory = find_inventory(address, model, version, settings.client.connect_timeout_s, client_keys(settings.client))
     if cast is not None:
         inventory = inventory.in_dtype(cast)
     tensors, total_bytes = allocate(inventory, target)
     split_shards(tensors, max_shard_bytes)  # refuses what cannot be stored before anything is transferred
     segment_bytes = max(_LEAST_SEGMENT_BYTES, inventory.segment_bytes)
-    options = load_settings(cli={"server": address, "segment_bytes": segment_bytes})
+    options = load_settings(cli={"server": address, "segment_bytes": segment_bytes, **place})
     with (
         connect(address, model=model, spot=True, cast=cast or False, settings=options) as worker,
         byte_progress(f"pulling {model}") as report,

@@ -8,7 +8,7 @@ import socket
 
 import click
 
-from tensorhub_core.cli.common import server_option
+from tensorhub_core.cli.common import interface_option, server_option
 from tensorhub_core.cli.signals import Stop
 from tensorhub_core.client.connect import connect
 from tensorhub_core.client.observer import observe
@@ -29,14 +29,23 @@ from tensorhub_core.settings import load_settings
 @click.option(
     "--versions", type=click.IntRange(1, MOST_VERSIONS), default=1, help="How many of the newest versions to hold. [1]"
 )
+@interface_option
 @server_option
-def seed(model: str, keep: bool, replica: str | None, zone: str | None, versions: int, server: str | None) -> None:
+def seed(
+    model: str,
+    keep: bool,
+    replica: str | None,
+    zone: str | None,
+    versions: int,
+    interface: str | None,
+    server: str | None,
+) -> None:
     """Follow a model and serve its newest versions from host memory, until SIGTERM or Ctrl-C.
 
     Prints `seeding MODEL`, then `holds MODEL VERSION` for each version. Takes memory for one version more than it
     holds: the oldest one serves until the newest is whole. Reads each shard of a version as one of its holders has it.
     """
-    settings = load_settings(cli={"server": server})
+    settings = load_settings(cli={"server": server, "interface": interface})
     stop = Stop()
     name = replica or f"{'keeper' if keep else 'seed'}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
 

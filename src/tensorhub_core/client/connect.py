@@ -16,6 +16,7 @@ from tensorhub_core.client.host_memory import available_bytes
 from tensorhub_core.client.identity import Identity
 from tensorhub_core.client.mailbox import Mailbox
 from tensorhub_core.client.offload import OffloadPolicy
+from tensorhub_core.client.place import read_facts, settle
 from tensorhub_core.client.resources import Resources
 from tensorhub_core.client.session import Session
 from tensorhub_core.client.worker import Worker
@@ -28,6 +29,7 @@ from tensorhub_core.server.embedded import embedded_address
 from tensorhub_core.settings import Settings, load_settings
 from tensorhub_core.state.messages import Welcome
 from tensorhub_core.transport.base import Transport
+from tensorhub_core.transport.interface import check_interface, read_cards
 from tensorhub_core.transport.registry import TRANSPORTS
 from tensorhub_core.transport.select import choose_transport
 from tensorhub_core.wire.curve import client_keys
@@ -47,6 +49,7 @@ def connect(
     stream: str | None = None,
     zone: str | None = None,
     host: str | None = None,
+    rail: str | None = None,
     spot: bool = False,
     keeper: bool = False,
     cast: bool | str = False,
@@ -57,21 +60,25 @@ def connect(
 
     `server` is an address, or several, in a list or with commas between: the server and its standbys. None means
     `TENSORHUB_SERVER`, else the embedded server of this user on this machine. `replica` is unique
-    by default. `stream` names the life of the version numbers, such as a training run's id. `spot`: this worker may
-    vanish at any time; `keeper`: it is there to keep versions for others, as `tensorhub seed --keep`. `cast`: what the
-    worker registers may be filled from a version in another floating dtype, rounded to nearest; the name of a dtype
-    ("bf16", "fp16", "fp32" or torch's): only what is registered in that one. `transport` names the data plane: `auto`
-    takes the best for each peer, `nixl`, `tcp` and `cma` (memory of processes on this machine) only what they say; or
-    it is one. Raises ServerUnreachable naming the address after `connect_timeout_s`, ProtocolMismatch, ConfigError,
-    TransportError if threads or files run out. Any thread.
+    by default. `stream` names the life of the version numbers, such as a training run's id. `zone`, `host` and `rail`
+    say where this worker runs: datacentre, machine, NIC group; None means settings, else what is detected (see
+    docs/operations.md, Places). `spot`: this worker may vanish at any time; `keeper`: it is there to keep versions for
+    others, as `tensorhub seed --keep`. `cast`: what the worker registers may be filled from a version in another
+    floating dtype, rounded to nearest; the name of a dtype ("bf16", "fp16", "fp32" or torch's): only what is registered
+    in that one. `transport` names the data plane: `auto` takes the best for each peer, `nixl`, `tcp` and `cma` (memory
+    of processes on this machine) only what they say; or it is one. Raises ServerUnreachable naming the address after
+    `connect_timeout_s`, ProtocolMismatch, ConfigError (also for a network interface that cannot be used, naming those
+    that can), TransportError if threads or files run out. Any thread.
     """
     filled = load_settings(settings)
     config = filled.client
     shard, num_shards = _checked_shard(shard, num_shards)
-    for what, text in (("model", model), ("replica", replica), ("stream", stream), ("zone", zone), ("host", host)):
+    names = {"model": model, "replica": replica, "stream": stream, "zone": zone, "host": host, "rail": rail}
+    for what, text in names.items():
         _check_text(what, text)
     if isinstance(transport, str) and transport not in ("auto", "memory", *TRANSPORTS):
         raise ConfigError(f"transport must be auto, {', '.join(TRANSPORTS)} or a Transport, not {transport!r}")
+    where = settle(filled, os.environ, read_facts(), zone=zone, host=host, rail=rail)
     identity = Identity(
         token=secrets.token_hex(16),
         model=model,
@@ -79,8 +86,9 @@ def connect(
         shard=shard,
         num_shards=num_shards,
         stream=stream,
-        zone=config.zone if zone is None else zone,
-        host=(config.host or socket.gethostname()) if host is None else host,
+        zone=where.zone.value,
+        host=where.host.value,
+        rail=where.rail.value,
         spot=spot,
         keeper=keeper,
         cast=check_cast(cast),
@@ -98,6 +106,8 @@ def open_worker(
 ) -> W:
     """Open a session and return a worker of this kind; errors as of `connect()`."""
     config, mailbox = settings.client, Mailbox(WorkerCounters())
+    if config.interface is not None and isinstance(transport, str):
+        check_interface(config.interface, config.transport if transport == "auto" else transport, read_cards())
     session, welcome = open_session(server, identity, mailbox, settings)
     mailbox.welcomed(welcome)
     resources = Resources(

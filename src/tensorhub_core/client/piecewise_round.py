@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +20,7 @@ from tensorhub_core.client.identity import Identity
 from tensorhub_core.client.machine import MAX_DISCARDS
 from tensorhub_core.client.moves import LEAVE_GRACE_S, STOP_GRACE_S, lease_of
 from tensorhub_core.client.piecewise import Passage, StartOver
+from tensorhub_core.client.place import read_facts, settle
 from tensorhub_core.client.progress import CheckCallback, ProgressCallback, ReadProgress
 from tensorhub_core.client.reading import ReadEnd, ReadHandle, ReadOutcome, SourceAccess
 from tensorhub_core.client.rounds import Broken, Phase, RoundState
@@ -316,20 +317,24 @@ def connect_piecewise(
     shard: int = 0,
     num_shards: int = 1,
     zone: str | None = None,
+    host: str | None = None,
+    rail: str | None = None,
     cast: Cast = False,
     transport: str | Transport = "auto",
     settings: Mapping[str, object] | Settings | None = None,
 ) -> PieceReader:
     """Connect a worker that offers nothing to anyone; arguments and errors as of `connect()`. Any thread."""
     filled = load_settings(settings)
+    where = settle(filled, os.environ, read_facts(), zone=zone, host=host, rail=rail)
     identity = Identity(
         token=secrets.token_hex(16),
         model=model,
         replica=replica,
         shard=shard,
         num_shards=num_shards,
-        zone=filled.client.zone if zone is None else zone,
-        host=filled.client.host or socket.gethostname(),
+        zone=where.zone.value,
+        host=where.host.value,
+        rail=where.rail.value,
         spot=True,
         cast=check_cast(cast),
     )

@@ -24,6 +24,7 @@ from tensorhub_core.client.verifier import Checked, Landed, Verifier
 from tensorhub_core.clock import Clock
 from tensorhub_core.errors import TransportError
 from tensorhub_core.transport.base import Batch, Progress, ReadId, ReadState, Transport
+from tensorhub_core.transport.description import with_places
 
 MOST_RUNS = 1024
 _POLL_PAUSE_S = 50e-6
@@ -99,7 +100,8 @@ class Pump:
             fenced = self._wind_down()
             source = self._job.sources[failed.source]
             self._peers.drop(source.description)
-            return self._outcome(ReadEnd.SOURCE_FAILED, fenced, source.lease, failed.kind, failed.detail)
+            detail = with_places(failed.detail, source.description) if failed.kind == "unreachable" else failed.detail
+            return self._outcome(ReadEnd.SOURCE_FAILED, fenced, source.lease, failed.kind, detail)
         except Exception:
             self._wind_down()
             raise

@@ -22,17 +22,20 @@ class WeightSourceConfig:
     `server`: address of the reference server, several with commas between; None = `TENSORHUB_SERVER`, else this user's
     embedded server.
     `model`: name of the stream of versions. `replica`: name of this engine among the replicas; None = a unique one.
-    `zone`: datacentre of this engine. `spot`: it may vanish at any time. `version`: what to start with, a number or
-    "latest". `follow`: swap to newer versions by itself. `bootstrap`: with no version to be had, load from disk and
-    publish version 0. `mode`: what a swap does with running requests. `staged`: transfer while the old version serves.
-    `cast`: fill from a version in another floating dtype; a dtype's name: only into that one. `timeout_s`: seconds that
-    a start or a swap may wait for weights; None = `call_timeout_s`.
+    `zone`, `host`, `rail`: datacentre, machine and NIC group of this engine; None = settings, else what is detected.
+    `spot`: it may vanish at any time. `version`: what to start with, a number or "latest". `follow`: swap to newer
+    versions by itself. `bootstrap`: with no version to be had, load from disk and publish version 0. `mode`: what a
+    swap does with running requests. `staged`: transfer while the old version serves. `cast`: fill from a version in
+    another floating dtype; a dtype's name: only into that one. `timeout_s`: seconds that a start or a swap may wait for
+    weights; None = `call_timeout_s`.
     """
 
     server: str | None = None
     model: str = "policy"
     replica: str | None = None
     zone: str | None = None
+    host: str | None = None
+    rail: str | None = None
     spot: bool = False
     version: int | str = "latest"
     follow: bool = True
@@ -56,6 +59,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "model": (str,),
     "replica": (str,),
     "zone": (str,),
+    "host": (str,),
+    "rail": (str,),
     "spot": (bool,),
     "version": (int, str),
     "follow": (bool,),
@@ -65,7 +70,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "cast": (bool, str),
     "timeout_s": (int, float),
 }
-_NULLABLE = ("server", "replica", "zone", "timeout_s")
+_NULLABLE = ("server", "replica", "zone", "host", "rail", "timeout_s")
 
 
 def weight_source_config(given: str | Mapping[str, Any] | None) -> WeightSourceConfig:

@@ -158,6 +158,8 @@ class HubSession:
             shard=self.ranks.index,
             num_shards=self.ranks.count,
             zone=self.config.zone,
+            host=self.config.host,
+            rail=self.config.rail,
             spot=self.config.spot,
             cast=self.config.cast,
             settings=_settings(),
@@ -171,6 +173,8 @@ class HubSession:
             shard=self.ranks.index,
             num_shards=self.ranks.count,
             zone=self.config.zone,
+            host=self.config.host,
+            rail=self.config.rail,
             cast=self.config.cast,
             settings=_settings(),
         )

@@ -20,6 +20,7 @@ WAYS: tuple[str, ...] = ("cma", "nixl", "tcp")
 """What `auto` chooses from."""
 _MOST_MEMBERS = 16
 _MOST_SHOWN = 32
+_MOST_PLACES = 8
 FORMAT = 1
 MAX_DESCRIPTION_BYTES = 16 << 20
 """Upper bound of a description: NIXL needs about 44 bytes per region."""
@@ -35,6 +36,8 @@ class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     metadata: bytes
     digest: bytes
     """xxh3_128 of `metadata`: NIXL does not recover from metadata that were cut off or damaged on the way."""
+    places: tuple[str, ...] = ()
+    """Interfaces and addresses where it is served, for people; those that `metadata` needs are in there."""
 
 
 class Members(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -55,9 +58,10 @@ class Offer:
     rdma: bool = False
 
 
-def encode_description(transport: str, agent: str, metadata: bytes) -> bytes:
+def encode_description(transport: str, agent: str, metadata: bytes, places: Sequence[str] = ()) -> bytes:
     """Encode an envelope; raises TransportError above MAX_DESCRIPTION_BYTES."""
-    data = msgspec.msgpack.encode(Description(FORMAT, transport, agent, metadata, _digest(metadata)))
+    told = tuple(places[:_MOST_PLACES])
+    data = msgspec.msgpack.encode(Description(FORMAT, transport, agent, metadata, _digest(metadata), told))
     if len(data) > MAX_DESCRIPTION_BYTES:
         raise TransportError(
             f"the transport's description takes {len(data):,} bytes, over the limit of {MAX_DESCRIPTION_BYTES:,}: "
@@ -92,6 +96,17 @@ def decode_offer(data: bytes) -> Offer:
         return Offer(found.agent, {found.transport: data})
     members, inside = _members(found)
     return Offer(found.agent, inside, members.host, members.rdma)
+
+
+def with_places(failure: str, data: bytes) -> str:
+    """Return the text of a failure to reach a peer, and where the peer says that it serves, if the text does not."""
+    try:
+        offer = decode_offer(data)
+        places = [place for each in offer.descriptions.values() for place in _decode(each).places]
+    except TransportError:
+        return failure
+    shown = ["".join(c for c in place if c.isprintable())[:_MOST_SHOWN] for place in places[:_MOST_PLACES]]
+    return f"{failure}; it serves at {', '.join(dict.fromkeys(shown))}" if shown else failure
 
 
 def ways_of(transport: str, description: bytes = b"") -> frozenset[str]:

@@ -18,6 +18,7 @@ from tensorhub_core.errors import TransportError
 from tensorhub_core.transport.base import Batch, PeerId, Progress, ReadId, ReadState, Region
 from tensorhub_core.transport.description import decode_description, encode_description
 from tensorhub_core.transport.extents import sound_regions
+from tensorhub_core.transport.interface import addresses_of
 from tensorhub_core.transport.nixl_agent import NixlAgent, describe, load_bindings
 
 _DRAIN_PAUSE_S = 0.0005
@@ -117,7 +118,8 @@ class NixlTransport:
         self._check_usable()
         if self._serving is None or not self._regions:
             raise TransportError("nothing is registered: register memory before describing it")
-        return encode_description(self.name, self._serving.name, self._serving.metadata())
+        places = addresses_of(self._interface)
+        return encode_description(self.name, self._serving.name, self._serving.metadata(), places)
 
     def attach(self, description: bytes) -> PeerId:
         """Load the peer's metadata into the reader; does not wait for an answer: the first read tells."""

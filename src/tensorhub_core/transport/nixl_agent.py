@@ -94,9 +94,10 @@ class NixlAgent:
         config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT
         config.pthrDelay = PROGRESS_DELAY_US
         config.captureTelemetry = False
-        options = {"engine_config": ",".join(f"{key}={value}" for key, value in UCX_OPTIONS.items())}
+        ucx = dict(UCX_OPTIONS)
         if interface is not None:
-            options["ucx_devices"] = interface
+            ucx["NET_DEVICES"] = interface  # NIXL's own parameter for it, device_list, knows RDMA devices only
+        options = {"engine_config": ",".join(f"{key}={value}" for key, value in ucx.items())}
         try:
             self._raw = bindings.nixlAgent(name, config)
             self._backend = self._raw.createBackend("UCX", options)

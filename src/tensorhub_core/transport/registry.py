@@ -6,7 +6,9 @@ import secrets
 
 from tensorhub_core.errors import TransportError
 from tensorhub_core.transport.base import Transport
+from tensorhub_core.transport.interface import sockets_name, ucx_name
 from tensorhub_core.transport.memory import MemoryNetwork, MemoryTransport
+from tensorhub_core.transport.nics import read_rdma
 
 TRANSPORTS: tuple[str, ...] = ("nixl", "tcp", "cma")
 """The transports that move bytes between processes; `auto` takes the best of them for each peer."""
@@ -26,8 +28,8 @@ def make_transport(
 ) -> Transport:
     """Make a transport; raises TransportError if it does not load or is not known.
 
-    `token` makes its agents' names unique (None = drawn here). `interface` names the one network interface to use,
-    `network` the one inside this process that `memory` joins.
+    `token` makes its agents' names unique (None = drawn here). `interface` names the one network interface or RDMA
+    device to use, `network` the one inside this process that `memory` joins.
     """
     token = secrets.token_hex(8) if token is None else token
     if name == "auto":
@@ -37,11 +39,11 @@ def make_transport(
     if name == "nixl":
         from tensorhub_core.transport.nixl import NixlTransport
 
-        return NixlTransport(token, interface=interface)
+        return NixlTransport(token, interface=None if interface is None else ucx_name(interface, read_rdma()))
     if name == "tcp":
         from tensorhub_core.transport.tcp import TcpTransport
 
-        return TcpTransport(token, interface=interface)
+        return TcpTransport(token, interface=None if interface is None else sockets_name(interface, read_rdma()))
     if name == "cma":
         from tensorhub_core.transport.cma import CmaTransport
 

@@ -23,6 +23,7 @@ from tensorhub_core.transport.extents import Extents
 from tensorhub_core.transport.tcp_addresses import USER_TIMEOUT_S, listen, new_selector, tune
 from tensorhub_core.transport.tcp_calls import VectoredCalls
 from tensorhub_core.transport.tcp_memory import MOST_RUNS_OF_A_CALL, Vector
+from tensorhub_core.transport.tcp_probe import reached
 from tensorhub_core.transport.tcp_wire import (
     MOST_REQUEST_BYTES,
     NONCE_BYTES,
@@ -88,10 +89,13 @@ class TcpServer:
         """In the order in which they came."""
         self._readers = 0
         try:
+            self.endpoints = reached(self._listeners, self.endpoints, interface)
             self._waker, self._wake = socket.socketpair()
-        except OSError as error:
+        except (OSError, TransportError) as error:
             for listener in self._listeners:
                 listener.close()
+            if isinstance(error, TransportError):
+                raise
             raise TransportError(no_files("the listener's waking pipe", error)) from None
         self._acceptor = threading.Thread(target=self._accept, name="tensorhub-tcp-accept", daemon=True)
         try:

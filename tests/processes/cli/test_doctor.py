@@ -15,9 +15,20 @@ from tests.transport.lab import HAS_NIXL
 
 
 def test_json_says_what_works(hub: str) -> None:
-    ended = tensorhub("doctor", "--json", "--probe-bytes", 8 << 20, "--server", hub)
+    options = ("--json", "--probe-bytes", 8 << 20, "--server", hub, "--zone", "east")
+    ended = tensorhub("doctor", *options, TENSORHUB_HOST="node-7", TENSORHUB_RAIL="")
     assert ended.code == 0, ended.err
     found = json.loads(ended.out)
+    assert found["place"]["zone"] == {"value": "east", "origin": "option --zone"}
+    assert found["place"]["host"] == {"value": "node-7", "origin": "environment variable TENSORHUB_HOST"}
+    assert set(found["place"]) == {"zone", "host", "rail"}
+    assert found["data_plane"]["reason"]
+    assert set(found["data_plane"]["interfaces"]) <= {
+        *(card["name"] for card in found["network_cards"]),
+        *(device["name"] for device in found["rdma_devices"]),
+    }
+    lo = next(card for card in found["network_cards"] if card["name"] == "lo")
+    assert "127.0.0.1" in lo["addresses"]
     transports = {transport.pop("name"): transport for transport in found["transports"]}
     assert set(transports) == {"nixl", "tcp", "cma"}
     for name in transports if HAS_NIXL else ("tcp", "cma"):

@@ -17,6 +17,8 @@ def test_defaults_and_every_key() -> None:
         "model": "critic",
         "replica": "engine-1",
         "zone": "us",
+        "host": "node-7",
+        "rail": "mlx5_3",
         "spot": True,
         "version": 7,
         "follow": False,

@@ -35,6 +35,8 @@ class InitInfo(WeightTransferInitInfo):
     model: str | None = None
     replica: str | None = None
     zone: str | None = None
+    host: str | None = None
+    rail: str | None = None
     spot: bool | None = None
     timeout_s: float | None = None
 
