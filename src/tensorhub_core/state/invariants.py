@@ -5,6 +5,7 @@ Used by tests after every step, and for debugging. Returns texts instead of rais
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from tensorhub_core.ids import CopyId
@@ -12,6 +13,7 @@ from tensorhub_core.schedule.sources import MOST_RAW_SOURCES
 from tensorhub_core.state.calling import waits_for_others
 from tensorhub_core.state.invariants_retention import RETENTION_LAWS
 from tensorhub_core.state.manifests import SUM_BYTES
+from tensorhub_core.state.reachability import MOST_PAIRS
 from tensorhub_core.state.records import UNFINISHED, CopyState, Group, ModelState, ServerState
 
 
@@ -215,6 +217,16 @@ def l14_no_circles(state: ServerState) -> Iterator[str]:
                 ahead += follows
 
 
+def reachability_has_living_witnesses(state: ServerState) -> Iterator[str]:
+    """What is remembered of machines that cannot reach each other was shown by workers that are there, and counted."""
+    known = state.reachability
+    for (reader, source), shown in known.pairs.items():
+        if not state.workers.keys() >= set(shown[:2]):
+            yield f"{reader} cannot reach {source}, said a worker that is gone"
+    if known.readers != Counter(reader for reader, _ in known.pairs) or len(known.pairs) > MOST_PAIRS:
+        yield f"{len(known.pairs)} pairs are counted as {known.readers}"
+
+
 def _groups(state: ServerState) -> Iterator[Group]:
     for model in state.models.values():
         yield from model.groups.values()
@@ -240,5 +252,6 @@ LAWS: tuple[Callable[[ServerState], Iterator[str]], ...] = (
     l13_nothing_is_overwritten_before_all_have_staged,
     l1_what_is_staged_was_whole_before,
     l14_no_circles,
+    reachability_has_living_witnesses,
     *RETENTION_LAWS,
 )

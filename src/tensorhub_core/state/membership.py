@@ -289,6 +289,7 @@ def remove(s: Step, worker: Worker, reason: str) -> None:
         leaving.after_failure(s, model.name, group.replica, keys, reason)
     for lease_id in sorted(worker.leases):
         end_lease(s, lease_id)
+    s.state.reachability.forget(worker.id)
     del s.state.workers[worker.id]
     if len(model.waiting) > 2 * len(s.state.workers) + _FEW_WAITS:  # now and then: all may go, one after the other
         model.waiting = [waiting for waiting in model.waiting if waiting.worker in s.state.workers]

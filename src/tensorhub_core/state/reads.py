@@ -32,6 +32,7 @@ from tensorhub_core.state.messages import (
     Ok,
     Relocate,
 )
+from tensorhub_core.state.reaching import in_full, note_failure, note_read
 from tensorhub_core.state.records import Copy, CopyState, Group, Registration, Round, Worker
 from tensorhub_core.state.resuming import ended_before, keep_end
 from tensorhub_core.state.rounds import abort, drop_leases, drop_leases_of, in_words, keep_promise, leases_stand, where
@@ -134,11 +135,14 @@ def relocate(s: Step, worker: Worker, request: int, m: Relocate) -> None:
         avoid[lease.copy] = trouble.kind
         if trouble.kind == "stalled":
             current.stalls.setdefault((worker.shard, lease.copy), []).append(s.now)
-        current.tried[lease.copy] = s.holder(s.state.copies[lease.copy]).replica
+        source = s.holder(s.state.copies[lease.copy])
+        current.tried[lease.copy] = source.replica
+        note_failure(s, worker, source, trouble.kind)
+        detail = in_full(worker, source, trouble.kind, trouble.detail)
         current.details.pop((worker.shard, lease.copy), None)
-        if trouble.detail:
-            current.details[worker.shard, lease.copy] = trouble.detail
-        s.log("warning", blame(s, group, worker, lease.copy, in_words(trouble.kind, trouble.detail)))
+        if detail:
+            current.details[worker.shard, lease.copy] = detail
+        s.log("warning", blame(s, group, worker, lease.copy, in_words(trouble.kind, detail)))
     seek_sources(s, group, worker, request, current, rereads=False)
 
 
@@ -186,6 +190,7 @@ def done(s: Step, worker: Worker, request: int, m: Done) -> None:
         if lease is not None and lease.reader == worker.id:
             source = s.holder(s.state.copies[lease.copy]).replica
             s.log("warning", f"{group.replica}/{worker.shard} got wrong bytes from {source}, and right ones elsewhere")
+    note_read(s, worker)
     joined.done_request, joined.done_sums, joined.orphaned_since_s = request, sums, None
     copy.converted = m.converted
     if not complete(s, copy, sums):

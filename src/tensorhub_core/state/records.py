@@ -21,6 +21,7 @@ from tensorhub_core.schedule.speed import Speed
 from tensorhub_core.state.constants import MachineConfig as MachineConfig
 from tensorhub_core.state.kept import DrainCount, Keeping
 from tensorhub_core.state.messages import Ended, Failure, Message, NothingNewer
+from tensorhub_core.state.reachability import Reachability
 
 
 class CopyState(Enum):
@@ -236,6 +237,8 @@ class Round:
     verdict: Message | None = None
     unheard: set[int] = field(default_factory=set)
     join_by_s: float | None = None
+    held_since_s: float | None = None
+    """Since when it waits for a source that can be reached (`reaching.py`)."""
     awaits_silent: bool = False
     """Some shard has no source but the copies of workers that are silent at the moment (law L4)."""
     resumed: bool = False
@@ -362,6 +365,7 @@ class ServerState:
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
     tickets: dict[TicketId, Ticket] = field(default_factory=dict)
     blobs: dict[Digest, BlobEntry] = field(default_factory=dict)
+    reachability: Reachability = field(default_factory=Reachability)
     draining: set[CopyId] = field(default_factory=set)
     offloads: set[CopyId] = field(default_factory=set)
     blob_bytes: int = 0

@@ -24,6 +24,7 @@ from tensorhub_core.state.messages import (
     Promise,
     RoundAborted,
 )
+from tensorhub_core.state.reaching import goes_behind
 from tensorhub_core.state.records import UNFINISHED, CopyState, Group, Joined, ModelState, Round, Worker
 from tensorhub_core.state.resourcing import may_wake, pardon, refresh_sums, tell_sources
 from tensorhub_core.state.resuming import (
@@ -244,7 +245,7 @@ def keep_promise(s: Step, group: Group, current: Round) -> None:
         if current.kind != "install" and not leases_stand(s, current, worker.shard):
             drop_leases_of(s, current, worker.shard)
             if not lease_again(s, group, worker.shard, current):
-                if not may_wake(s, group, worker, current, promised=True):
+                if not may_wake(s, group, worker, current, promised=True) and not goes_behind(s, worker, current):
                     return abort(s, group, current, no_source_left(s, group, worker, current))
                 current.awaits_silent = True
                 if joined is not None and joined.orphaned_since_s is None:

@@ -10,6 +10,7 @@ from tensorhub_core.schedule.speed import Speed
 from tensorhub_core.state.context import Step
 from tensorhub_core.state.leases import add_awaited, grant, new_copy_id
 from tensorhub_core.state.manifests import content_of, may_be_followed, may_be_partial, sources_of
+from tensorhub_core.state.reaching import holds, out_of_reach
 from tensorhub_core.state.records import UNFINISHED, Copy, CopyState, Group, ModelState, Registration, Round, Worker
 
 _SETTLING = 6
@@ -125,17 +126,20 @@ def choose_copies(s: Step, group: Group, reader: Worker, current: Round, promise
 
     Several of the reader's own layout hold the same bytes, each of them all; those of another layout are the shards of
     one replica. Sources that failed the shard are left out, unless they were only slow and there is no other; so are
-    those that get nothing themselves before somebody begins who is late.
+    those that get nothing themselves before somebody begins who is late. Those out of its reach come last of all.
     """
     if current.key is None or reader.memory is None:
         return []
     avoid = current.avoid.get(reader.shard, {})
     dead = {copy for copy, kind in avoid.items() if kind != "slow"}
     waits = held_up(s, filling_copies(s, s.model(reader), current.key, reader))
-    for left_out in dict.fromkeys(map(frozenset, ({*avoid, *waits}, {*dead, *waits}, dead))):
+    tries = [{*avoid, *waits}, {*dead, *waits}, dead]
+    if far := out_of_reach(s, reader, current.key):
+        tries = [*({*left_out, *far} for left_out in tries), *tries]
+    for left_out in dict.fromkeys(map(frozenset, tries)):
         copies = choose_among(s, group, reader, current.key, promised, left_out)
         if copies:
-            return copies
+            return [] if holds(s, group, reader, current, copies) else copies
     return []
 
 

@@ -38,14 +38,14 @@ class Links:
         self._nodes = contextlib.ExitStack()
         self._cut: set[str] = set()
 
-    def node(self, name: str) -> Remote:
+    def node(self, name: str, **settings: object) -> Remote:
         """Start a process on a host and connect its worker."""
         # Or UCX would read the other process's memory: it is on the same machine, whatever its network.
         over_links = {"UCX_TLS": "tcp"} if self.transport == "nixl" else {}
         node = Remote("nodes.py", prefix=self.site.hosts[name].command, environment=over_links)
         self._nodes.enter_context(node)
         connect = {"server": self.site.address, "model": self.model, "replica": name, "transport": self.transport}
-        node.do("connect", **connect, settings={**SETTINGS, "interface": "eth0"})
+        node.do("connect", **connect, settings={**SETTINGS, "interface": "eth0", **settings})
         return node
 
     def holder(self, name: str, seed: int = 1) -> Remote:
