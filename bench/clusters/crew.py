@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -200,9 +201,11 @@ class Crew:
                 node.events.get()
 
     def close(self) -> None:
-        """End the processes, all at once."""
-        with ThreadPoolExecutor(len(self.nodes)) as pool:
-            list(pool.map(Remote.close, self.nodes.values()))
+        """End the processes, all at once: nobody waits for what another still reads."""
+        for node in self.nodes.values():
+            node.kill()
+        for node in self.nodes.values():
+            node.close()
 
     def __enter__(self) -> Crew:
         return self
@@ -236,18 +239,26 @@ class Meter:
         entered = {zone: self._cluster.entered_bytes(zone) for zone in zones} if len(zones) > 1 else {}
         return sent_and_received_bytes(self._publisher)[0], entered, busy_and_all()
 
-    def outcome(self, got: Mapping[str, Mapping[str, float]], at_s: float, trainer_s: float) -> Outcome:
+    def outcome(self, got: Mapping[str, Mapping[str, Any]], at_s: float, trainer_s: float) -> Outcome:
         """Return what has come out since, from the rollouts' answers."""
         sent, entered, cpus = self._read()
         busy, spent = (after - before for after, before in zip(cpus, self._cpus, strict=True))
+        stalls_s = {name: each["ended_s"] - each["paused_s"] for name, each in got.items()}
+        shown = (f"{name} {stall_s:.2f} s{_sources(got[name])}" for name, stall_s in stalls_s.items())
+        print(f"stalls: {', '.join(shown)}; trainer {trainer_s:.2f} s", file=sys.stderr, flush=True)
         return Outcome(
-            stalls_s={name: each["ended_s"] - each["paused_s"] for name, each in got.items()},
+            stalls_s=stalls_s,
             trainer_s=trainer_s,
             seconds=max(each["ended_s"] for each in got.values()) - at_s,
             sent_bytes=sent - self._sent,
             entered_bytes={zone: after - self._entered[zone] for zone, after in entered.items()},
             busy=busy / spent if spent else 0.0,
         )
+
+
+def _sources(got: Mapping[str, Any]) -> str:
+    """Say whom a rollout has read from, if that is known."""
+    return f" <- {' + '.join(got['first_s'])}" if got.get("first_s") else ""
 
 
 def busy_and_all() -> tuple[float, float]:

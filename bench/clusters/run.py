@@ -4,7 +4,7 @@
 
 Hosts are network namespaces behind links of one rate, zones are joined by links that are slower and longer. A *star*
 is every rollout reading from the trainer by itself, over our raw TCP transport or NIXL/UCX; a *collective* is
-torch.distributed over gloo: its broadcast in the best of several sizes of pieces, and a ring as NCCL makes one. The
+torch.distributed over gloo: its broadcast in the size of pieces that is best, and a ring as NCCL makes one. The
 stall of a rollout runs from its pause until it has the new weights; that of the trainer from when it wants to change
 its weights until it may. Without `--workload` all are run, in about four minutes, and with `--json` written.
 """
@@ -21,7 +21,13 @@ from bench.common import Row, parser_of, report, skipped
 from bench.netns import why_unavailable
 
 NAME = "clusters"
-WORKLOADS = {each.NAME: each.measure for each in (links, standalone, elastic, datacentres)}
+WORKLOADS = {
+    links.NAME: links.measure,
+    standalone.NAME: standalone.measure,
+    standalone.SPREAD: standalone.measure_spread,
+    elastic.NAME: elastic.measure,
+    datacentres.NAME: datacentres.measure,
+}
 
 
 def main() -> int:

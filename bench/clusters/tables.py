@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bench.clusters.crew import Outcome
@@ -37,12 +36,3 @@ def rows_of(workload: str, way: str, outcome: Outcome, bound: Bound, ours: Outco
     if ours is not None and ours.stall_s > 0:
         rows.insert(1, Row(f"{label}, stall / stall of ours", outcome.stall_s / ours.stall_s, "x"))
     return rows
-
-
-def best(found: Mapping[str, Mapping[int, Outcome]]) -> dict[str, Outcome]:
-    """Return each collective with the size of pieces that was fastest, under a label that says it."""
-    chosen = {}
-    for way, runs in found.items():
-        size = min(runs, key=lambda each: runs[each].seconds)
-        chosen[f"collective ({way}, {size >> 10} KiB pieces)"] = runs[size]
-    return chosen
