@@ -75,8 +75,8 @@ class Assumptions:
     fabric: Assumption[str] = Assumption(
         "does not block", "", "within a zone only network cards limit: assumption, as in rail-optimised GPU clusters"
     )
-    bus: Assumption[str] = Assumption(
-        "as fast as a network card", "", "between neighbours of a host, beside the cards: NVLink would be faster"
+    bus_bytes_per_s: Assumption[float] = Assumption(
+        200e9, "B/s", "what a GPU gives to its host's neighbours: NVLink of an H800. Each takes no more than by a card"
     )
     gpus_per_host: Assumption[int] = Assumption(8, "GPUs", "each with a network card of its own; usual")
     wan_bytes_per_s: Assumption[float] = Assumption(

@@ -93,8 +93,9 @@ class Fleet:
         session = Session(self.hub, identity, listener, latency_s, id_)
         nic = a.link_bytes_per_s
         out, into = Link(f"{name}/{shard} out", nic), Link(f"{name}/{shard} in", nic)
-        shape, near = self.shapes[shard], Link(f"{name}/{shard} bus", nic)
-        worker = Worker(self.events, self.network, a, session, shape, self.peers, self.path, out, into, near)
+        shape = self.shapes[shard]
+        bus = (Link(f"{name}/{shard} to neighbours", a.bus_bytes_per_s.value), Link(f"{name}/{shard} from them", nic))
+        worker = Worker(self.events, self.network, a, session, shape, self.peers, self.path, out, into, bus)
         session.listener = worker
         self._sessions[id_] = session
         return worker
@@ -103,7 +104,7 @@ class Fleet:
         """Return the links between two workers."""
         here, there = source.session.identity.place, reader.session.identity.place
         if here.host == there.host:
-            return (reader.bus,)
+            return (source.bus[0], reader.bus[1])
         if here.zone == there.zone:
             return (source.out, reader.into)
         return (source.out, self._between(here.zone, there.zone), reader.into)

@@ -68,7 +68,7 @@ _NO_READS = np.zeros(0, np.bool_)
 class Worker:
     """One GPU's process, or a seed agent's.
 
-    `out` and `into` are the directions of its network card, `bus` is what its neighbours on the host come by.
+    `out` and `into` are the directions of its network card, `bus` those of the way to its host's neighbours.
     """
 
     events: Events
@@ -80,7 +80,7 @@ class Worker:
     path: Callable[[Worker, Worker], tuple[Link, ...]]
     out: Link
     into: Link
-    bus: Link
+    bus: tuple[Link, Link]
     alive: bool = True
     key: tuple[int, int] | None = None
     published: bool = False
