@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -38,7 +39,8 @@ class Read:
     moved: Callable[[], None] = lambda: None
     """Called when it begins to move again after it had nothing to do."""
     _timer: Timer | None = None
-    _seen: float = -1.0
+    _planned_rate: float = 0.0
+    _due_s: float = 0.0
 
     def add(self, name: str, links: tuple[Link, ...], limit: float) -> None:
         """Add a source, before `begin`."""
@@ -104,7 +106,7 @@ class Read:
         for part in self.parts.values():
             gives = not part.gone and part.limit > self.done + _EPSILON
             if gives and part.flow is None:
-                part.flow = Flow(part.links, self._changing, self._plan)
+                part.flow = Flow(part.links, self._changing, self._changed)
                 self.network.add(part.flow)
             elif not gives and part.flow is not None:
                 self.network.remove(part.flow)
@@ -116,27 +118,33 @@ class Read:
     def _changing(self) -> None:
         self.count()
 
+    def _changed(self) -> None:
+        if self._timer is None or abs(self.rate - self._planned_rate) > 1e-9 * self._planned_rate:
+            self._plan()  # else the sources have only changed places
+
     def _plan(self) -> None:
-        """Be called again when there is something to decide."""
+        """Be called again when there is something to decide, or before: then it is seen how much longer it takes."""
         if self.over:
             return
         self.count()
-        rate = self.rate
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if rate <= 0:
-            return
+        rate = self._planned_rate = self.rate
         limits = [part.limit for part in self.parts.values() if part.flow is not None]
         left = min(self.total, *limits) - self.done if limits else 0.0
-        self._timer = self.events.later(max(0.0, left) / rate, self._reach)
+        due_s = self.events.now + max(0.0, left) / rate if rate > 0 else math.inf
+        if self._timer is not None:
+            if self._due_s <= due_s < math.inf:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if due_s < math.inf:
+            self._timer, self._due_s = self.events.at(due_s, self._reach), due_s
 
     def _reach(self) -> None:
         self._timer = None
         self.count()
         limits = [part.limit for part in self.parts.values() if part.flow is not None]
         target = min([self.total, *limits])
-        if abs(self.done - target) <= 64:  # rounding of times, on terabytes
+        if abs(self.done - target) <= _EPSILON + 1e-9 * self.total:  # rounding of times
             self.done = target
         self._review()
 
