@@ -57,7 +57,12 @@ class Outcome:
     @property
     def stall_s(self) -> float:
         """Return what all GPUs lost together, the trainer's too."""
-        return sum(self.stalls_s.values()) + self.trainer_s
+        return self.rollouts_s + self.trainer_s
+
+    @property
+    def rollouts_s(self) -> float:
+        """Return what the rollouts lost together."""
+        return sum(self.stalls_s.values())
 
 
 class Crew:

@@ -28,6 +28,7 @@ def rows_of(workload: str, way: str, outcome: Outcome, bound: Bound, ours: Outco
     label = f"{workload}: {way}"
     rows = [
         Row(f"{label}, stall of all", outcome.stall_s, "s"),
+        Row(f"{label}, stall of the rollouts", outcome.rollouts_s, "s"),
         Row(f"{label}, trainer waits", outcome.trainer_s, "s"),
         Row(f"{label}, until the last has it / bound", outcome.seconds / bound.copy_s, "x"),
         Row(f"{label}, sent by the trainer's link", outcome.sent_bytes / bound.total_bytes, "models"),
