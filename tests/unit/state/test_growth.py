@@ -172,7 +172,8 @@ def come_back(hub: Hub, replica: str, **more: object) -> Peer:
 def holders(hub: Hub) -> list[Peer]:
     """Connect workers that all hold version 1, as after a restart of the server."""
     peers = [come_back(hub, f"rollout-{number}") for number in range(WORKERS)]
-    rest(hub, peers, 6)
+    hub.now += 6  # the grace is over; nobody was silent but the server
+    hub.feed(Tick())
     return peers
 
 
