@@ -72,6 +72,8 @@ class Actor:
     """Its last round and the version that it ended with, 0 for none."""
     in_grace: bool = False
     """It joined while the server listened."""
+    seeds: bool = False
+    """It is a seed agent of its zone."""
     came_back: bool = False
     """It has come back to its round; if that breaks, it says hello again to hear which is its next."""
     next_request: int = 1

@@ -30,7 +30,7 @@ def name_of(world: World) -> bytes:
     locals_ = [_local(world, *pair) for pair in zip(world.actors, workers, strict=True)]
     best: list[tuple[int, ...]] = []
     least: list[Row] | None = None
-    for order in _orders(world.scene.sources, world.scene.readers, world.scene.shards):
+    for order in _orders(world.scene.sources, world.scene.readers, world.scene.shards, world.scene.agents):
         row = [locals_[place] for place in order]
         if least is None or row < least:
             best, least = [order], row
@@ -40,12 +40,14 @@ def name_of(world: World) -> bytes:
 
 
 @lru_cache(maxsize=16)
-def _orders(sources: int, readers: int, shards: int) -> list[tuple[int, ...]]:
+def _orders(sources: int, readers: int, shards: int, agents: int) -> list[tuple[int, ...]]:
     """Return the orders in which the places can be written down without a difference; shards change with all others."""
     found = []
-    for first, second in product(permutations(range(sources)), permutations(range(sources, sources + readers))):
+    ends = (0, sources, sources + agents, sources + readers)
+    kinds = [permutations(range(ends[kind], ends[kind + 1])) for kind in range(3)]
+    for first, second, third in product(*kinds):
         for columns in permutations(range(shards)):
-            found.append(tuple(r * shards + k for r in (*first, *second) for k in columns))
+            found.append(tuple(r * shards + k for r in (*first, *second, *third) for k in columns))
     return found
 
 
@@ -104,7 +106,20 @@ def _name(world: World, workers: list[Worker | None], order: tuple[int, ...], le
     records = sorted(_record(r, firsts) for r in model.versions.values())
     flags = (world.listened, world.failed, server.listening, server.deserted, min(server.buried, 2), model.epoch)
     scene = world.scene
+    leads = [
+        (
+            zone,
+            lead.newest,
+            lead.brought,
+            lead.bringing,
+            sorted((columns[k], n) for k, n in lead.marks.items()),
+            lead.late,
+        )
+        for zone, lead in sorted(model.leads.items())
+    ]
+    told = [None if (worker := workers[place]) is None else worker.told for place in order] if scene.agents else []
     left = (
+        scene.delays,
         scene.doubts,
         scene.departures,
         scene.leaves,
@@ -115,7 +130,7 @@ def _name(world: World, workers: list[Worker | None], order: tuple[int, ...], le
         scene.losses,
         scene.restarts,
     )
-    return (least, people, rounds, records, model.high, model.heard, flags, left)
+    return (least, people, rounds, records, model.high, model.heard, flags, left, leads, told)
 
 
 def _record(r: VersionRecord, spots: dict[str, int]) -> Row:

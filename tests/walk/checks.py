@@ -9,6 +9,7 @@ from tensorhub_core.state import invariants, versions
 from tensorhub_core.state.events import Effect, Send
 from tensorhub_core.state.messages import Committed, Failure, LeaseLost, NothingNewer, Ok, Promise
 from tensorhub_core.state.records import CopyState, Round
+from tests.walk import zones
 from tests.walk.actors import LETTERS, SEGMENTS, Actor, Violation
 
 ENDED = 0
@@ -50,6 +51,7 @@ def of_state(world: World) -> list[str]:
         *ids_live_once(world),
         *retained(world),
         *heard(world),
+        *zones.waits_in_vain(world),
     ]
 
 
@@ -163,9 +165,12 @@ def promise(world: World, actor: Actor, message: Promise, code: int, rejoined: b
     if actor.promised not in (0, code) and not rejoined:
         raise Violation(f"L2: the promise of {actor.name} changes from {actor.promised} to {code}")
     first = (actor.replica, actor.round) not in world.promised
-    known = max(actor.high, latest_code(world) if first else 0)
+    known = max(actor.high, zones.newest_for(world, actor, latest_code(world)) if first else 0)
     if actor.want is None and code < known and actor.mode != "install" and actor.phase == "joining":
         raise Violation(f"L10: version {known} is known, and {actor.name} is promised {code} as the latest")
+    early = first and zones.held_back(world, actor, code) and actor.want is None and actor.mode != "install"
+    if early and code > known and actor.phase == "joining":
+        raise Violation(f"L10: {actor.name} is promised version {code} before it is whole in its zone")
     if actor.want is not None and code % 100 != actor.want:
         raise Violation(f"L2: {actor.name} asks for {actor.want} and is promised {code}")
     if actor.mode == "install":

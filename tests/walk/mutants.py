@@ -20,6 +20,7 @@ from tensorhub_core.state import (
     rounds,
     sourcing,
     versions,
+    zones,
 )
 from tensorhub_core.state.records import CopyState
 from tensorhub_core.state.records import ModelState as Model
@@ -132,12 +133,13 @@ def leases_outlive_their_reader(patch: pytest.MonkeyPatch) -> None:
 
 def latest_is_what_there_is(patch: pytest.MonkeyPatch) -> None:
     """L10: when the newest version is gone, an older one is the latest."""
-    original = versions.latest
+    original = versions.newest_seen
 
-    def latest(model: Model) -> VersionKey | None:
-        return max((key for key in model.holders if model.versions[key].was_whole), default=original(model))
+    def newest_seen(s: rounds.Step, worker: rounds.Worker) -> VersionKey | None:
+        model = s.model(worker)
+        return max((key for key in model.holders if model.versions[key].was_whole), default=original(s, worker))
 
-    patch.setattr(rounds, "latest", latest)
+    patch.setattr(rounds, "newest_seen", newest_seen)
 
 
 def what_was_heard_is_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -149,6 +151,21 @@ def what_was_heard_is_forgotten(patch: pytest.MonkeyPatch) -> None:
         model.heard = None
 
     patch.setattr(membership, "hear_high", hear_high)
+
+
+def versions_are_seen_before_they_are_in_the_zone(patch: pytest.MonkeyPatch) -> None:
+    """L10: a seed agent holds nothing back from its zone."""
+    patch.setattr(zones, "holds_back", lambda s, model, zone, newest: False)
+
+
+def zones_wait_for_dead_agents(patch: pytest.MonkeyPatch) -> None:
+    """L10: a seed agent holds its zone back although it is silent or gone."""
+    patch.setattr(zones, "has_agent", lambda s, model, lead: True)
+
+
+def zones_wait_for_idle_agents(patch: pytest.MonkeyPatch) -> None:
+    """L10: a seed agent that brings nothing holds its zone back for ever."""
+    patch.setattr(machine.zones, "check_leads", lambda s, model: None)
 
 
 def nothing_is_retained(patch: pytest.MonkeyPatch) -> None:
@@ -190,6 +207,7 @@ _STAGING = Scene("1 source, 1 reader that stages", stages=True, versions=1)
 _RESTART = Scene("1 source, 1 reader, the server restarts", shards=1, restarts=1)
 _TWO = Scene("1 source, 2 readers", 1, 2, 1, 1)
 _RESHARDS = Scene("2 sources, 2 readers that reshard", 2, 2, 1, 1, queues=True, reshards=True, doubts=1)
+_AGENT = Scene("1 source, a seed agent, 1 reader", 1, 2, 1, 1, agents=1, crashes=1, delays=1)
 _RETAIN = Scene("1 source, 1 reader, retention", retain=1)
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -211,6 +229,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("L08", leases_outlive_their_reader, Scene("1 source, 1 reader, one dies", crashes=1, versions=1)),
     Mutant("L10", latest_is_what_there_is, _SMALL),
     Mutant("L10", what_was_heard_is_forgotten, _RESTART),
+    Mutant("L10", versions_are_seen_before_they_are_in_the_zone, _AGENT),
+    Mutant("L10", zones_wait_for_dead_agents, _AGENT),
+    Mutant("L10", zones_wait_for_idle_agents, _AGENT),
     Mutant("L11", nothing_is_retained, _RETAIN),
     Mutant("L11", a_copy_in_custody_is_withdrawn, _RETAIN),
     Mutant("L11", offload_copies_are_dropped_at_once, _RETAIN),

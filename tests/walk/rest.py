@@ -18,6 +18,7 @@ from tests.walk.world import World
 _MOST_STEPS = 400
 _BUDGETS = {
     "leaves": 99,
+    "delays": 99,
     "doubts": 0,
     "departures": 0,
     "refusals": 0,
@@ -55,7 +56,7 @@ def settle(world: World) -> World:
     ticked = False
     for _ in range(_MOST_STEPS):
         by_itself = [action for action in actions(world) if action[0] in GOES_ON]
-        of_time = [action for action in actions(world) if action[0] in ("bury", "end of grace")]
+        of_time = [action for action in actions(world) if action[0] in ("bury", "end of grace", "delay")]
         following = by_itself or of_time or list(deadlines(world))
         if not following and ticked:
             return world

@@ -11,15 +11,17 @@ class Scene:
 
     `verify`: readers compare what they read with its checksums, and offer what they have verified to others.
     `queues`: readers may queue behind a reader that has yet to begin. `stages`: readers stage versions and install
-    them. `reshards`: readers have a layout of their own, announce checksums and follow each other by them.
-    `explicit`: readers may ask for a version by its number. `retain`: versions that no call may lose. `ahead`:
-    by how many rounds a shard may be ahead of another one that has yet to hear how they ended. `eager`: a
-    read that nothing can disturb or wait for comes before everything else (for scenes of one reader without faults).
+    them. `agents`: so many of the readers are seed agents of the zone in which all readers are. `reshards`: readers
+    have a layout of their own, announce checksums and follow each other by them. `explicit`: readers may ask for a
+    version by its number. `retain`: versions that no call may lose. `ahead`: by how many rounds a shard may be
+    ahead of another one that has yet to hear how they ended. `eager`: a read that nothing can disturb or wait for
+    comes before everything else (for scenes of one reader without faults).
 
-    `doubts` counts sources that are left although they live, `departures` workers that hand over and leave, `leaves`
-    rounds given up and deadlines of the server that pass, `refusals` offload copies that cannot be made, `crashes`
-    processes that die, `suspicions` silences of a living one past its lease, `burials` such past its death, `losses`
-    connections, `restarts` of the server.
+    `delays` counts times at which agents do not come on for too long, `doubts` counts sources that are left
+    although they live, `departures` workers that hand over and leave, `leaves` rounds given up and deadlines of the
+    server that pass, `refusals` offload copies that cannot be made, `crashes` processes that die, `suspicions`
+    silences of a living one past its lease, `burials` such past its death, `losses` connections, `restarts` of the
+    server.
     """
 
     name: str
@@ -32,9 +34,11 @@ class Scene:
     stages: bool = False
     reshards: bool = False
     explicit: bool = False
+    agents: int = 0
     retain: int = 0
     ahead: int = 0
     eager: bool = False
+    delays: int = 0
     doubts: int = 0
     departures: int = 0
     leaves: int = 0
@@ -71,6 +75,8 @@ CI: tuple[Scene, ...] = (
     Scene("a shard ahead, the server restarts", verify=False, ahead=1, restarts=1, versions=1),
     Scene("staging", stages=True, versions=1, shards=1, leaves=1, suspicions=1),
     Scene("staging, 2 shards", stages=True, versions=1),
+    Scene("a seed agent", readers=2, shards=1, agents=1, delays=1),
+    Scene("a seed agent, one is silent", readers=2, shards=1, versions=1, agents=1, suspicions=1),
     Scene("retention", retain=1),
     Scene("retention, no room", retain=1, refusals=1),
     Scene("retention, one dies", retain=1, shards=1, crashes=1),
@@ -98,6 +104,9 @@ NIGHTLY: tuple[Scene, ...] = (
     Scene("readers reshard, one dies", readers=2, shards=1, versions=1, queues=True, reshards=True, crashes=1),
     Scene("readers reshard, 2 shards", readers=2, versions=1, queues=True, reshards=True, doubts=1, crashes=1),
     Scene("readers reshard, the server restarts", readers=2, versions=1, queues=True, reshards=True, restarts=1),
+    Scene("a seed agent, one dies", readers=2, shards=1, versions=1, agents=1, crashes=1, delays=1),
+    Scene("a seed agent, 2 shards", readers=2, agents=1, delays=1),
+    Scene("2 seed agents, one is silent", readers=3, shards=1, agents=2, delays=1, suspicions=1, versions=1),
     Scene("retention, 2 shards, one dies", retain=1, crashes=1),
     Scene("retention, 2 shards, the server restarts", retain=1, restarts=1),
 )

@@ -28,6 +28,7 @@ from tests.walk.troubles import (
     do_bury,
     do_crash,
     do_deadline,
+    do_delay,
     do_end_grace,
     do_lose_connection,
     do_restart,
@@ -99,6 +100,8 @@ def take(world: World, action: Action) -> World:
     verb, place, more = action
     if verb == "restart":
         do_restart(after)
+    elif verb == "delay":
+        do_delay(after)
     elif verb == "end of grace":
         do_end_grace(after)
     else:

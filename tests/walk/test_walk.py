@@ -105,14 +105,15 @@ IGNORED = {
     "swept_s reachability draining offloads tickets known_bytes",
     "ModelState": "name stream streams created calling waiting holders retain handovers stuck drains offloads_made "
     "offloads_dropped",
-    "Group": "model replica generation num_shards zone host spot keeper retired next_round place",
+    "Group": "model replica generation num_shards zone host spot keeper seeds retired next_round place",
     "Round": "told_slow told_late tried details number resumed held_since_s",
     "Joined": "offer session done_sums",
     "Worker": "id session token model replica shard observer stream creates_in last_seen_s room_bytes ended tickets "
-    "announces_sums casts host rail waits",
+    "announces_sums casts zone host rail waits",
     "Copy": "id worker memory done_bytes started_s speed draining_since_s origin sums converted advanced_s",
     "Lease": "id reader round tickets",
     "Keeping": "firm",
+    "Lead": "since_s agents",
     "VersionRecord": "total_bytes keeping",
 }
 """What does not tell states apart: identities, times, counts, what follows from others, what no scene uses

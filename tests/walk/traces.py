@@ -36,6 +36,12 @@ _TEXT = {
     "nobody relocates": "round: the deadline for another source passes",
 }
 
+_OF_TIME = {
+    "restart": "the server starts again",
+    "end of grace": "the server has listened long enough",
+    "delay": "the seed agents have not come on for too long",
+}
+
 
 def render(found: Found) -> str:
     """Return the trace of what a walk found, a line for each step, and then what is broken."""
@@ -57,7 +63,7 @@ def say(world: World, action: Action) -> str:
     """Return an action as a sentence."""
     verb, place, more = action
     if place < 0:
-        return {"restart": "the server starts again", "end of grace": "the server has listened long enough"}[verb]
+        return _OF_TIME[verb]
     return f"{world.actors[place].name} {_TEXT[verb].format(more=more)}"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tensorhub_core.ids import SessionId
 from tensorhub_core.state.events import Disconnected
-from tests.walk import checks
+from tests.walk import checks, zones
 from tests.walk.actors import Action, Actor
 from tests.walk.world import NOW, World, new_server
 
@@ -89,6 +89,8 @@ def of_time(world: World) -> Iterator[Action]:
         yield ("restart", -1, "")
     if not world.listened and may_end_grace(world):
         yield ("end of grace", -1, "")
+    if world.scene.delays and zones.may_be_late(world):
+        yield ("delay", -1, "")
     if world.scene.leaves:
         yield from deadlines(world)
 
@@ -133,6 +135,14 @@ def do_restart(world: World) -> None:
             if lease not in world.server.leases:
                 actor.sources[lease] = (life, which, prefix, checks.ENDED)
     world.server = new_server(world.scene, world.server.config.server_epoch + 1)
+
+
+def do_delay(world: World) -> None:
+    """Let the time pass that a zone waits for agents which do not come on."""
+    world.spend("delays")
+    for lead in world.model.leads.values():
+        lead.since_s = NOW - world.server.config.agent_within_s
+    world.tick()
 
 
 def do_end_grace(world: World) -> None:

@@ -33,7 +33,7 @@ from tensorhub_core.state.messages import (
     Welcome,
 )
 from tensorhub_core.state.records import BlobEntry, MachineConfig, ModelState, ServerState, Worker
-from tests.walk import checks, hearing
+from tests.walk import checks, hearing, zones
 from tests.walk.actors import SEGMENTS, Actor, Violation
 from tests.walk.clone import clone
 from tests.walk.scenes import Scene
@@ -64,6 +64,8 @@ class World:
     server: ServerState
     actors: list[Actor]
     born: int = 0
+    brought: int = 0
+    """The newest version that was whole at some replica of the readers' zone, in a scene with agents."""
     failed: bool = False
     """A process has died, or was given up while it lived."""
     over: frozenset[tuple[str, int]] = frozenset()
@@ -73,7 +75,7 @@ class World:
     def clone(self) -> World:
         """Return an independent copy."""
         actors = [a.clone() for a in self.actors]
-        return World(self.scene, clone(self.server), actors, self.born, self.failed)
+        return World(self.scene, clone(self.server), actors, self.born, self.brought, self.failed)
 
     def spend(self, budget: str) -> None:
         """Take one from a budget."""
@@ -132,6 +134,7 @@ class World:
             _, effects = machine.step(self.server, event, NOW)
         except (AssertionError, KeyError, AttributeError, IndexError, RuntimeError) as error:
             raise Violation(f"the machine fails: {type(error).__name__}: {error}") from error
+        zones.note_brought(self)
         checks.after_step(self, effects, was_listening)
         self.deliver(effects)
 
@@ -192,6 +195,8 @@ class World:
         place = ("policy", actor.replica, actor.shard, shards)
         announces = self.scene.reshards and not actor.is_source
         about = {"high": high, "held": held, "offloads": offloads, "ended": ended, "announces_sums": announces}
+        if self.scene.agents and not actor.is_source:
+            about |= {"zone": zones.ZONE, "seeds": actor.seeds}
         hello = Hello(PROTOCOL, token, *place, **about)  # type: ignore[arg-type]
         self.ask(actor, "hello", hello)
         if not actor.alive:
@@ -205,6 +210,7 @@ class World:
         """Start a process in a place."""
         self.born += 1
         actor = Actor(place, replica, shard, is_source, self.born, SessionId(b"s%d" % self.born))
+        actor.seeds = replica in [f"reader-{letter}" for letter in "abc"[: self.scene.agents]]
         if place < len(self.actors):
             self.actors[place] = actor
         else:

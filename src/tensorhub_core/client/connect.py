@@ -52,6 +52,7 @@ def connect(
     rail: str | None = None,
     spot: bool = False,
     keeper: bool = False,
+    seeds: bool = False,
     cast: bool | str = False,
     transport: str | Transport = "auto",
     settings: Mapping[str, object] | Settings | None = None,
@@ -63,12 +64,13 @@ def connect(
     by default. `stream` names the life of the version numbers, such as a training run's id. `zone`, `host` and `rail`
     say where this worker runs: datacentre, machine, NIC group; None means settings, else what is detected (see
     docs/operations.md, Places). `spot`: this worker may vanish at any time; `keeper`: it is there to keep versions for
-    others, as `tensorhub seed --keep`. `cast`: what the worker registers may be filled from a version in another
-    floating dtype, rounded to nearest; the name of a dtype ("bf16", "fp16", "fp32" or torch's): only what is registered
-    in that one. `transport` names the data plane: `auto` takes the best for each peer, `nixl`, `tcp` and `cma` (memory
-    of processes on this machine) only what they say; or it is one. Raises ServerUnreachable naming the address after
-    `connect_timeout_s`, ProtocolMismatch, ConfigError (also for a network interface that cannot be used, naming those
-    that can), TransportError if threads or files run out. Any thread.
+    others, as `tensorhub seed --keep`; `seeds`: it is there to bring versions into its zone, as `tensorhub seed
+    --zone`. `cast`: what the worker registers may be filled from a version in another floating dtype, rounded to
+    nearest; the name of a dtype ("bf16", "fp16", "fp32" or torch's): only what is registered in that one. `transport`
+    names the data plane: `auto` takes the best for each peer, `nixl`, `tcp` and `cma` (memory of processes on this
+    machine) only what they say; or it is one. Raises ServerUnreachable naming the address after `connect_timeout_s`,
+    ProtocolMismatch, ConfigError (also for a network interface that cannot be used, naming those that can),
+    TransportError if threads or files run out. Any thread.
     """
     filled = load_settings(settings)
     config = filled.client
@@ -91,6 +93,7 @@ def connect(
         rail=where.rail.value,
         spot=spot,
         keeper=keeper,
+        seeds=seeds,
         cast=check_cast(cast),
         announces_sums=config.verify == "always",
     )

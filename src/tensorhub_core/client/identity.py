@@ -27,6 +27,7 @@ class Identity:
     spot: bool = False
     observer: bool = False
     keeper: bool = False
+    seeds: bool = False
     cast: Cast = False
     """Which dtypes it converts; the server needs not know which."""
     announces_sums: bool = False
@@ -87,6 +88,7 @@ def hello_of(
         ended=ended,
         offloads=offloads,
         keeper=identity.keeper,
+        seeds=identity.seeds,
         server_epoch=server_epoch,
         created=created,
         announces_sums=identity.announces_sums,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from tensorhub_core.client.connect import open_session
 from tensorhub_core.client.identity import Identity, checked
 from tensorhub_core.client.mailbox import Mailbox
 from tensorhub_core.client.oneshot import OBSERVER
+from tensorhub_core.client.place import read_facts, settle
 from tensorhub_core.client.session import Session
 from tensorhub_core.client.versions import Version
 from tensorhub_core.clock import Deadline
@@ -147,10 +149,20 @@ class Observer:
 
 
 def observe(
-    server: str | Sequence[str] | None = None, *, model: str, settings: Mapping[str, object] | Settings | None = None
+    server: str | Sequence[str] | None = None,
+    *,
+    model: str,
+    zone: str | None = "",
+    settings: Mapping[str, object] | Settings | None = None,
 ) -> Observer:
-    """Connect as an observer of `model`; arguments and errors as of `connect()`. Any thread."""
+    """Connect as an observer of `model`; arguments and errors as of `connect()`. Any thread.
+
+    The newest version is that of all zones. With a `zone` (None: that of this process) it is what the replicas there
+    take for it, which seed agents may hold back.
+    """
     filled = load_settings(settings)
-    identity = Identity(secrets.token_hex(16), model, OBSERVER, observer=True)
+    if zone is None:
+        zone = settle(filled, os.environ, read_facts()).zone.value
+    identity = Identity(secrets.token_hex(16), model, OBSERVER, zone=zone, observer=True)
     session, _ = open_session(server, identity, Mailbox(WorkerCounters()), filled)
     return Observer(model, session, filled.client.call_timeout_s)

@@ -6,12 +6,14 @@ others serve, so that no version goes before its successor is whole. A shard of 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from string import ascii_lowercase
 
+from tensorhub_core.client.host_memory import available_bytes
 from tensorhub_core.client.observer import Held, Observer
 from tensorhub_core.client.versions import Version
 from tensorhub_core.client.worker import Worker
@@ -23,6 +25,7 @@ from tensorhub_core.errors import (
     TensorHubError,
     VersionUnavailable,
 )
+from tensorhub_core.layout.canonical import dtype_bytes
 from tensorhub_core.layout.types import Layout
 from tensorhub_core.limits import start_thread
 from tensorhub_core.observe.log import get_logger
@@ -51,11 +54,21 @@ class Buffer:
 class Seeder:
     """The buffers of one process; its calls come from one thread, `stopped` may turn true at any time."""
 
-    def __init__(self, connect: Connect, name: str, versions: int, stopped: Callable[[], bool]) -> None:
-        """Hold up to `versions` versions as replicas `name`-a, `name`-b, ...; raises ConfigError for another count."""
+    def __init__(
+        self,
+        connect: Connect,
+        name: str,
+        versions: int,
+        stopped: Callable[[], bool],
+        limit_bytes: int | None = None,
+    ) -> None:
+        """Hold up to `versions` versions as replicas `name`-a, `name`-b, ...; raises ConfigError for another count.
+
+        `limit_bytes`: the most memory to take for all of them; None = what the machine has.
+        """
         if not 1 <= versions <= MOST_VERSIONS:
             raise ConfigError(f"a seed holds 1 to {MOST_VERSIONS} versions, not {versions}")
-        self._connect, self._stopped = connect, stopped
+        self._connect, self._stopped, self._limit_bytes = connect, stopped, limit_bytes
         self.buffers = [Buffer(f"{name}-{letter}") for letter in ascii_lowercase[: versions + 1]]
 
     def follow(self, observer: Observer, holds: Callable[[Version], None]) -> None:
@@ -112,6 +125,8 @@ class Seeder:
 
     def _prepare(self, buffer: Buffer, layouts: Layouts) -> None:
         """Make a buffer's workers anew: memory of the old layout goes before that of the new one is taken."""
+        others = [each.layouts for each in self.buffers if each is not buffer]
+        check_memory(layouts, others, self._limit_bytes, available_bytes())
         self._empty(buffer)
         for shard in range(len(layouts)):
             buffer.workers.append(self._connect(buffer.replica, shard, len(layouts)))
@@ -151,6 +166,28 @@ def choose_layouts(held: Iterable[Held], ours: set[str], known: Sequence[Layouts
             converted = any(row.converted for row in shards.values())
             found.append((processed, converted, layouts not in known, len(layouts), replica, layouts))
     return min(found, key=lambda entry: entry[:5])[5] if found else None
+
+
+def check_memory(layouts: Layouts, others: Sequence[Layouts], limit_bytes: int | None, available: int | None) -> None:
+    """Raise ConfigError if a version of these layouts does not fit beside the other buffers, filled or not yet.
+
+    Of the limit all of them take their part; of what is available only those that hold nothing yet.
+    """
+    one = sum(map(bytes_of_layout, layouts))
+    sizes = [sum(map(bytes_of_layout, other)) or one for other in others]
+    text = f"a version takes {one:,} bytes and {len(sizes) + 1} buffers {one + sum(sizes):,}: the old one serves while "
+    text += "the new one comes"
+    if limit_bytes is not None and one + sum(sizes) > limit_bytes:
+        raise ConfigError(f"{text}; --memory allows {limit_bytes:,}")
+    missing = one + sum(size for size, other in zip(sizes, others, strict=True) if not other)
+    if available is not None and missing > available:
+        raise ConfigError(f"{text}; {available:,} bytes of host memory are available")
+
+
+def bytes_of_layout(layout: Layout) -> int:
+    """Return how much memory a shard of this layout takes."""
+    specs = (layout.tensors[group[0]] for group in layout.storages)
+    return sum(math.prod(spec.shape) * dtype_bytes(spec.dtype) for spec in specs)
 
 
 def together(calls: Sequence[Callable[[], object]], stopped: Callable[[], bool] = lambda: False) -> bool:

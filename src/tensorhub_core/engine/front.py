@@ -100,7 +100,9 @@ class EngineFront:
         replies = await self._engine.ranks("describe")
         self._swapper.status = EngineStatus(self.config.model, str(replies[0].get("replica", "")))
         self._swapper.started([report_of(reply) for reply in replies])
-        self._observer = await asyncio.to_thread(observe, self.config.server, model=self.config.model)
+        self._observer = await asyncio.to_thread(
+            observe, self.config.server, model=self.config.model, zone=self.config.zone
+        )
         assert self.status.version is not None
         await self._engine.set_version(self.status.version)
         if self.config.follow and self.config.version == "latest":

@@ -70,8 +70,8 @@ class HubSession:
         return self.fill(memory)
 
     def nothing_there(self) -> bool:
-        """Tell whether nobody holds a version of the model whole."""
-        with self._observe() as observer:
+        """Tell whether nobody holds a version of the model whole, in any zone."""
+        with observe(self.config.server, model=self.config.model) as observer:
             try:
                 observer.find()
             except VersionUnavailable:
@@ -180,7 +180,7 @@ class HubSession:
         )
 
     def _observe(self) -> Observer:
-        return observe(self.config.server, model=self.config.model)
+        return observe(self.config.server, model=self.config.model, zone=self.config.zone)
 
     def _log_start(self, shard: EngineShard) -> None:
         report = shard.report()

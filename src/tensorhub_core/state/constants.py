@@ -35,6 +35,8 @@ class MachineConfig:
     """A promised reader that has not begun by then is no source any more if there is a better one."""
     advance_within_s: float = 10.0
     """One that reads another layout and could come on, but has not by then, is no source any more likewise."""
+    agent_within_s: float = 10.0
+    """A zone does not wait for a seed agent that has not come on for so long with what is newest elsewhere."""
     retain: int = 0
     retain_models: tuple[tuple[str, int], ...] = ()
     """Newest whole versions of a model that no client's call may lose (law L11), and those of models by name."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from tensorhub_core.ids import CopyId
+from tensorhub_core.ids import CopyId, VersionKey
 from tensorhub_core.schedule.sources import MOST_RAW_SOURCES
 from tensorhub_core.state.calling import waits_for_others
 from tensorhub_core.state.invariants_retention import RETENTION_LAWS
@@ -98,6 +98,26 @@ def l2_rounds_that_wait_are_known(state: ServerState) -> Iterator[str]:
     for group in _groups(state):
         if waits_for_others(group) and group.replica not in state.models[group.model].calling:
             yield f"{group.replica} waits in a round, and would not be looked at"
+
+
+def l10_zones_know_what_they_have(state: ServerState) -> Iterator[str]:
+    """A zone with seed agents knows its agents, and every version that is whole at one of its replicas."""
+    for model in state.models.values():
+        for zone, lead in model.leads.items():
+            groups = [group for group in model.groups.values() if group.zone == zone]
+            if set(lead.agents) != {group.replica for group in groups if group.seeds}:
+                yield f"{model.name}: agents of {zone!r} are {sorted(lead.agents)}"
+            for key in (key for key, record in model.versions.items() if record.was_whole):
+                if lead.newest is None or key > lead.newest:
+                    whole = [group.replica for group in groups if _publishes(state, group, key)]
+                    if whole:
+                        yield f"{model.name}: {key} is whole at {whole}, {zone!r} knows of {lead.newest}"
+
+
+def _publishes(state: ServerState, group: Group, key: VersionKey) -> bool:
+    copies = [state.workers[member].kept_copy(key) for member in group.members.values()]
+    published = all(copy is not None and copy.state is CopyState.PUBLISHED for copy in copies)
+    return published and len(copies) == group.num_shards
 
 
 def l12_first_manifest_binds(state: ServerState) -> Iterator[str]:
@@ -244,6 +264,7 @@ LAWS: tuple[Callable[[ServerState], Iterator[str]], ...] = (
     l8_one_worker_per_place,
     l10_high_is_the_highest_whole_version,
     l2_rounds_that_wait_are_known,
+    l10_zones_know_what_they_have,
     l12_first_manifest_binds,
     l12_sources_have_one_content,
     l12_sums_are_asked_of_sources,

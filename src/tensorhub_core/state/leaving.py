@@ -9,6 +9,7 @@ from tensorhub_core.state.keeping import is_free, is_retained, review
 from tensorhub_core.state.messages import HandOver, Ok
 from tensorhub_core.state.records import Group, ModelState, VersionRecord, Worker
 from tensorhub_core.state.versions import show
+from tensorhub_core.state.zones import note_absent
 
 
 def hand_over(s: Step, worker: Worker, request: int, _: HandOver) -> None:
@@ -18,6 +19,7 @@ def hand_over(s: Step, worker: Worker, request: int, _: HandOver) -> None:
     worker.leaving, worker.handover_request = True, request
     s.model(worker).handovers.add(worker.id)
     s.kept.add(worker.model)
+    note_absent(s, worker)
 
 
 def answer_handovers(s: Step, model: ModelState) -> None:

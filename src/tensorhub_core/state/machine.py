@@ -21,6 +21,7 @@ from tensorhub_core.state import (
     stragglers,
     tickets,
     versions,
+    zones,
 )
 from tensorhub_core.state.bounds import MOST_SERVER_EPOCH
 from tensorhub_core.state.context import Step, failure
@@ -93,6 +94,8 @@ def forgive_own_silence(s: Step) -> None:
     if gap_s > 2 * s.state.config.heartbeat_s:
         for worker in s.state.workers.values():
             worker.last_seen_s += gap_s
+        for lead in (lead for model in s.state.models.values() for lead in model.leads.values()):
+            lead.since_s += gap_s
 
 
 def receive(s: Step, session: SessionId, request: int, message: Request) -> None:
@@ -189,6 +192,7 @@ def tick(s: Step) -> None:
     s.state.ticked_s = s.now
     membership.check_silence(s)
     for model in s.state.models.values():
+        zones.check_leads(s, model)
         rounds.check_rounds(s, model)
         stragglers.tell_stragglers(s, model)
     if s.now - s.state.swept_s >= blobs.KEEP_UNREFERENCED_S:

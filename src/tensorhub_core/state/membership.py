@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tensorhub_core.errors import ConfigError, ProtocolMismatch, StateError, TensorHubError
 from tensorhub_core.ids import Digest, ModelName, ReplicaName, SessionId, WorkerId
-from tensorhub_core.state import leaving, retention
+from tensorhub_core.state import leaving, retention, zones
 from tensorhub_core.state.bounds import MOST_SERVER_EPOCH
 from tensorhub_core.state.calling import note_call
 from tensorhub_core.state.context import NO_SESSION, Step, failure
@@ -28,7 +28,7 @@ from tensorhub_core.state.resourcing import forgive
 from tensorhub_core.state.resuming import ended_before, told_before
 from tensorhub_core.state.rounds import abort
 from tensorhub_core.state.tickets import end_with_connection
-from tensorhub_core.state.versions import current_epoch, note_whole_before, put_copy, show
+from tensorhub_core.state.versions import current_epoch, note_told, note_whole_before, put_copy, show
 
 _RETIRED_TOKENS = 64
 _FEW_WAITS = 64
@@ -69,10 +69,12 @@ def hello(s: Step, session: SessionId, request: int, m: Hello) -> None:
         if group.replica not in model.groups:  # its last member has gone, perhaps from this very session
             add_group(s, model, group)
         group.members[m.shard] = worker.id
-        group.zone, group.host, group.spot, group.keeper = m.zone, m.host, m.spot, m.keeper
+        group.zone, group.host, group.spot, group.keeper, group.seeds = m.zone, m.host, m.spot, m.keeper, m.seeds
         group.generation += 1
+        zones.note_group(s, model, group)
     worker.announces_sums, worker.casts = m.announces_sums, m.casts
     worker.host, worker.rail = m.host, m.rail
+    note_told(worker, m.high)
     note_ended(s, group, worker, m)
     welcome(s, worker, request, group)
     take_back(s, worker, m)
@@ -120,6 +122,7 @@ def admit(s: Step, session: SessionId, m: Hello) -> Worker:
         s.now,
         own_epoch(m),
     )
+    worker.zone = m.zone
     s.state.workers[worker.id] = worker
     s.state.sessions[session] = worker.id
     return worker
@@ -271,6 +274,7 @@ def remove(s: Step, worker: Worker, reason: str) -> None:
     """Forget a worker: its copies and leases end, its round is aborted for all shards of the group."""
     model = s.model(worker)
     s.touch(worker)
+    zones.note_absent(s, worker)
     if not worker.observer:
         group = model.groups[worker.replica]
         if any(member.suspected for member in s.members(group)):
@@ -284,6 +288,7 @@ def remove(s: Step, worker: Worker, reason: str) -> None:
         group.members.pop(worker.shard, None)
         if not group.members:
             del model.groups[group.replica]
+            zones.note_gone(s, model, group)
         model.handovers.discard(worker.id)
         model.stuck.discard(worker.id)
         leaving.after_failure(s, model.name, group.replica, keys, reason)
@@ -310,6 +315,7 @@ def suspect(s: Step, worker: Worker) -> None:
     """Take a silent worker's leases and send no new reader to it; nothing is aborted (law L4)."""
     worker.suspected = True
     s.touch(worker)
+    zones.note_absent(s, worker)
     if not worker.observer:
         s.log("warning", f"{worker.model}/{worker.replica}/{worker.shard} ({worker.id}) is silent: suspected")
     for lease_id in sorted(worker.leases):

@@ -39,6 +39,7 @@ from tensorhub_core.state.rounds import abort, drop_leases, drop_leases_of, in_w
 from tensorhub_core.state.sourcing import new_copy
 from tensorhub_core.state.tickets import pass_on
 from tensorhub_core.state.versions import PADDING_TOO, bind_manifest, note_offered, note_whole, show
+from tensorhub_core.state.zones import note_progress
 
 
 def filling(s: Step, worker: Worker, request: int, m: Filling) -> None:
@@ -103,6 +104,7 @@ def announce(s: Step, worker: Worker, request: int, m: Announce) -> None:
         return abort(s, s.group(worker), current, CorruptTransfer(text))
     if copy.done_bytes > before or prefix > copy.prefix:
         copy.advanced_s = s.now
+        note_progress(s, worker, copy)
     if prefix > copy.prefix:
         copy.prefix = prefix
         tell_followers(s, copy)

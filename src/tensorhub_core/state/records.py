@@ -20,6 +20,7 @@ from tensorhub_core.ids import (
 from tensorhub_core.schedule.speed import Speed
 from tensorhub_core.state.constants import MachineConfig as MachineConfig
 from tensorhub_core.state.kept import DrainCount, Keeping
+from tensorhub_core.state.lead import Lead
 from tensorhub_core.state.messages import Ended, Failure, Message, NothingNewer
 from tensorhub_core.state.reachability import Reachability
 
@@ -146,6 +147,9 @@ class Worker:
     """It announces the checksums of what it derives from other layouts, and follows copies whose holders do."""
     casts: bool = False
     """What it derives may be converted to other dtypes."""
+    zone: str = ""
+    told: VersionKey | None = None
+    """The newest version that it was told of, or says that it has heard of: `latest` is none before it (law L10)."""
     host: str = ""
     rail: str = ""
     """The machine and, of it, the NIC group that it uses; empty is unknown. Shards of a replica may differ."""
@@ -263,6 +267,8 @@ class Group:
     spot: bool
     keeper: bool = False
     """It exists to keep versions (`tensorhub seed --keep`)."""
+    seeds: bool = False
+    """It exists to bring versions into its zone (`tensorhub seed --zone`)."""
     members: dict[int, WorkerId] = field(default_factory=dict)
     rounds: dict[int, Round] = field(default_factory=dict)
     next_round: int = 0
@@ -323,6 +329,8 @@ class ModelState:
     waiting: list[Waiting] = field(default_factory=list)
     holders: dict[VersionKey, dict[ReplicaName, None]] = field(default_factory=dict)
     """Replicas of which some shard has a copy of the version, in any state; in the order in which they came."""
+    leads: dict[str, Lead] = field(default_factory=dict)
+    """Zones in which a seed agent has been."""
     retain: int = 0
     handovers: set[WorkerId] = field(default_factory=set)
     """Workers that are about to leave and wait until nothing depends on them."""

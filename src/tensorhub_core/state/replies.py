@@ -158,6 +158,38 @@ class Versions(Message, frozen=True):
     rows: tuple[VersionRow, ...]
 
 
+class PlaceStatus(msgspec.Struct, frozen=True):
+    """Where a shard runs; empty is unknown."""
+
+    zone: str = ""
+    host: str = ""
+    rail: str = ""
+
+
+class SourceStatus(msgspec.Struct, frozen=True):
+    """One shard of which another one reads; `wan`: it is in another zone."""
+
+    replica: str
+    shard: int
+    place: PlaceStatus = PlaceStatus()
+    wan: bool = False
+
+
+class FillStatus(msgspec.Struct, frozen=True):
+    """What a shard is promised and has not got wholly yet, in registered or (`staged`) in staging memory.
+
+    `begun`: it has begun to fill; `late`: it has not come on for so long that others do not wait for it any more.
+    """
+
+    version: int
+    begun: bool
+    done_bytes: int
+    total_bytes: int
+    bytes_per_s: float = 0.0
+    staged: bool = False
+    late: bool = False
+
+
 class ShardStatus(msgspec.Struct, frozen=True):
     """One shard as `tensorhub status` shows it."""
 
@@ -168,6 +200,9 @@ class ShardStatus(msgspec.Struct, frozen=True):
     total_bytes: int
     source: str | None
     bytes_per_s: float
+    place: PlaceStatus = PlaceStatus()
+    sources: tuple[SourceStatus, ...] = ()
+    fills: FillStatus | None = None
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
@@ -180,6 +215,9 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     version: int | None
     state: str
     shards: tuple[ShardStatus, ...]
+    seeds: bool = False
+    waits_for: str | None = None
+    """What its round has not got yet: `latest`, or the number of a version."""
 
 
 class VersionStatus(msgspec.Struct, frozen=True):

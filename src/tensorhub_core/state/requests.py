@@ -50,7 +50,8 @@ class Hello(Message, frozen=True):
     `offloads` are the offload copies it holds in host memory; `keeper` says that its replica exists to keep versions
     (law L11). `announces_sums`: it announces the checksums of what it derives from other layouts, and follows copies
     whose holders do. `casts`: what it derives may be converted. `zone`, `host` and `rail` say where this shard runs:
-    datacentre, machine and NIC group; empty is unknown. Shards of one replica may be on different machines.
+    datacentre, machine and NIC group; empty is unknown. Shards of one replica may be on different machines. `seeds`:
+    the replica is a seed agent of its zone, where `latest` means what it has brought, or somebody else.
     """
 
     protocol: int
@@ -74,6 +75,7 @@ class Hello(Message, frozen=True):
     announces_sums: bool = False
     casts: bool = False
     rail: str = ""
+    seeds: bool = False
 
 
 class Heartbeat(Message, frozen=True):

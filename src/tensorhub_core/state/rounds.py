@@ -12,11 +12,7 @@ from tensorhub_core.errors import (
 from tensorhub_core.ids import ReplicaName, VersionKey
 from tensorhub_core.state.context import Step, failure
 from tensorhub_core.state.keeping import custodians
-from tensorhub_core.state.leases import (
-    drop_copy,
-    end_lease,
-    source_of,
-)
+from tensorhub_core.state.leases import drop_copy, end_lease, source_of
 from tensorhub_core.state.messages import (
     Failure,
     JoinRound,
@@ -37,13 +33,8 @@ from tensorhub_core.state.resuming import (
     passes_over,
 )
 from tensorhub_core.state.sourcing import describe_holders, lease_shard
-from tensorhub_core.state.versions import (
-    current_epoch,
-    highest_number,
-    latest,
-    show,
-    tell_promised,
-)
+from tensorhub_core.state.versions import current_epoch, highest_number, newest_seen, note_told, show, tell_promised
+from tensorhub_core.state.zones import nothing_yet
 
 _SAME_CALL_S = 1.0
 """How far a replica's calls of one round may be apart if it fails at once; `join_by_s` of a round that is over."""
@@ -139,6 +130,7 @@ def tell_promise(s: Step, worker: Worker, current: Round) -> None:
     if request is not None:
         sources = tuple(source_of(s, lease) for lease in current.leases.get(worker.shard, []))
         refresh_sums(s, current, worker)
+        note_told(worker, current.key)
         s.reply(worker, request, Promise(current.number, *current.key, sources))
 
 
@@ -185,9 +177,10 @@ def try_promise(s: Step, model: ModelState, group: Group, current: Round) -> Non
     if over := ended_before(s, group, current):
         return promise_as_before(s, group, current, over)
     if current.want is None:
-        key = latest(model)
-        if key is None:
+        newest = newest_seen(s, members[0])
+        if newest is None:
             return
+        key = newest
     else:
         key = (current_epoch(model), current.want)
     if current.mode in ("update", "stage") and all(holds(w, current, key) for w in members):
@@ -392,9 +385,12 @@ def check_rounds(s: Step, model: ModelState) -> None:
 def where(s: Step, group: Group, current: Round) -> str:
     """Say where the version is that a round waits for, to follow the text of its end; empty if it has sources."""
     model = s.state.models[group.model]
-    key = current.key or (latest(model) if current.want is None else (current_epoch(model), current.want))
     if current.kind == "install" or (current.key is not None and not current.awaits_silent):
         return ""
-    if key is None:
-        return f"; model {model.name!r} has no version yet"
+    key = current.key or (current_epoch(model), current.want or 0)
+    if current.key is None and current.want is None:
+        newest = newest_seen(s, s.members(group)[0])
+        if newest is None:
+            return f"; {nothing_yet(model, group.zone)}"
+        key = newest
     return f"; version {show(key)}: {describe_holders(s, model, key)}"

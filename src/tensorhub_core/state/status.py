@@ -9,22 +9,26 @@ from tensorhub_core.state.keeping import custodians, is_retained
 from tensorhub_core.state.messages import (
     DescribeVersion,
     DrainStatus,
+    FillStatus,
     GetStatus,
     HeldLayout,
     ListVersions,
     ModelStatus,
     OffloadStatus,
+    PlaceStatus,
     ReplicaStatus,
     ShardStatus,
+    SourceStatus,
     StatusReply,
     VersionLayouts,
     VersionRow,
     Versions,
     VersionStatus,
 )
-from tensorhub_core.state.records import OFFERED, CopyState, Group, ModelState, Worker
-from tensorhub_core.state.sourcing import describe_holders
-from tensorhub_core.state.versions import current_epoch, latest, offered_at, show, whole_groups
+from tensorhub_core.state.records import OFFERED, Copy, CopyState, Group, ModelState, Worker
+from tensorhub_core.state.sourcing import describe_holders, is_late
+from tensorhub_core.state.versions import current_epoch, latest, newest_seen, note_told, offered_at, show, whole_groups
+from tensorhub_core.state.zones import nothing_yet
 
 _STATE_NAMES = {
     CopyState.FILLING: "filling",
@@ -38,13 +42,15 @@ _LOUDEST = ("suspected", "dirty", "draining", "filling", "offload", "idle", "pub
 def describe_version(s: Step, worker: Worker, request: int, m: DescribeVersion) -> None:
     """List the layouts of a whole version."""
     model = s.model(worker)
-    key = latest(model) if m.want is None else (current_epoch(model), m.want)
+    key = newest_seen(s, worker) if m.want is None else (current_epoch(model), m.want)
     groups = [] if key is None else sorted(whole_groups(s, model, key), key=lambda g: g.replica)
     if key is not None and not groups:
         groups = custodians(s, model, key)  # it will be offered again in a moment
     if key is None or not groups:
-        text = f"version {'latest' if key is None else show(key)} of model {model.name!r} is not whole anywhere; "
+        text = f"version {show(key)} of model {model.name!r} is not whole anywhere; " if key else ""
+        text = text or f"{nothing_yet(model, worker.zone)}; "
         return s.fail(worker, request, VersionUnavailable(text + describe_holders(s, model, key or (0, 0))))
+    note_told(worker, key)
     layouts = tuple(
         HeldLayout(group.replica, w.shard, group.num_shards, copy.memory.layout, copy.converted)
         for group in groups
@@ -91,14 +97,56 @@ def shard_status(s: Step, worker: Worker) -> ShardStatus:
     """Describe a shard."""
     copy = worker.copy or max(worker.offloads, key=lambda kept: kept.key, default=None)
     total_bytes = 0 if worker.memory is None else worker.memory.total_bytes
-    state = shard_state(worker)
+    state, place, sources = shard_state(worker), place_status(s, worker), source_statuses(s, worker)
+    more = (place, sources, fill_status(s, worker))
     if copy is None:
-        return ShardStatus(worker.shard, None, state, 0, total_bytes, None, 0.0)
-    sources = sorted({s.holder(s.state.copies[s.state.leases[i].copy]).replica for i in worker.leases})
-    rate = 0.0
-    if copy.state is CopyState.FILLING and s.now > copy.started_s:
-        rate = copy.done_bytes / (s.now - copy.started_s)
-    return ShardStatus(worker.shard, copy.key[1], state, copy.done_bytes, total_bytes, ", ".join(sources) or None, rate)
+        return ShardStatus(worker.shard, None, state, 0, total_bytes, None, 0.0, *more)
+    names = ", ".join(sorted({source.replica for source in sources})) or None
+    rate = rate_of(s, copy)
+    return ShardStatus(worker.shard, copy.key[1], state, copy.done_bytes, total_bytes, names, rate, *more)
+
+
+def place_status(s: Step, worker: Worker) -> PlaceStatus:
+    """Say where a shard runs."""
+    return PlaceStatus(s.group(worker).zone, worker.host, worker.rail)
+
+
+def source_statuses(s: Step, worker: Worker) -> tuple[SourceStatus, ...]:
+    """Describe whom a shard reads from."""
+    zone = s.group(worker).zone
+    holders = {w.id: w for w in (s.holder(s.state.copies[s.state.leases[i].copy]) for i in worker.leases)}
+    found = [SourceStatus(w.replica, w.shard, place_status(s, w), s.group(w).zone != zone) for w in holders.values()]
+    return tuple(sorted(found, key=lambda source: (source.replica, source.shard)))
+
+
+def fill_status(s: Step, worker: Worker) -> FillStatus | None:
+    """Describe what a shard is promised and has not got yet; None if there is nothing."""
+    current = s.group(worker).open_round()
+    copy = worker.unfinished()
+    if current is None or current.key is None or worker.shard not in current.joined or current.kind == "install":
+        return None
+    staged = current.kind == "stage"
+    if copy is None:  # promised, and nobody may queue behind it
+        total_bytes = 0 if worker.memory is None else worker.memory.total_bytes
+        return FillStatus(current.key[1], False, 0, total_bytes, staged=staged)
+    begun = copy.state is CopyState.FILLING
+    more = (copy.done_bytes, copy.memory.total_bytes, rate_of(s, copy), staged, is_late(s, copy))
+    return FillStatus(copy.key[1], begun, *more)
+
+
+def rate_of(s: Step, copy: Copy) -> float:
+    """Return how many bytes a second a copy has filled at since it began."""
+    if copy.state is not CopyState.FILLING or s.now <= copy.started_s:
+        return 0.0
+    return copy.done_bytes / (s.now - copy.started_s)
+
+
+def waits_for(s: Step, group: Group) -> str | None:
+    """Return what a replica's round waits for; None if there is none, or it has what was asked for."""
+    current = group.open_round()
+    if current is None or current.key is not None or current.kind == "install":
+        return None
+    return "latest" if current.want is None else str(current.want)
 
 
 def replica_status(s: Step, group: Group) -> ReplicaStatus:
@@ -108,7 +156,8 @@ def replica_status(s: Step, group: Group) -> ReplicaStatus:
     versions = {shard.version for shard in shards}
     state = next((name for name in _LOUDEST if name in states), "idle")
     version = versions.pop() if len(versions) == 1 and len(shards) == group.num_shards else None
-    return ReplicaStatus(group.replica, group.zone, group.host, group.spot, version, state, shards)
+    more = (group.seeds, waits_for(s, group))
+    return ReplicaStatus(group.replica, group.zone, group.host, group.spot, version, state, shards, *more)
 
 
 def model_status(s: Step, model: ModelState) -> ModelStatus:

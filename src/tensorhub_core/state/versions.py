@@ -7,12 +7,14 @@ from itertools import islice
 
 from tensorhub_core.errors import StateError, TensorHubError, VersionConflict
 from tensorhub_core.ids import Digest, VersionKey
+from tensorhub_core.state import zones
 from tensorhub_core.state.context import Step
 from tensorhub_core.state.keeping import check_room, kept_copies
 from tensorhub_core.state.leases import add_copy, drop_copy, new_copy_id
 from tensorhub_core.state.messages import Available, Ok, Publish, Published, Unpublish, Wait
 from tensorhub_core.state.names import add_stream, check_streams
 from tensorhub_core.state.records import (
+    UNFINISHED,
     Copy,
     CopyState,
     Group,
@@ -59,6 +61,43 @@ def latest(model: ModelState) -> VersionKey | None:
     """Return what `latest` means: the highest version that was ever whole or heard of (law L10)."""
     keys = [key for key in (model.high, model.heard) if key is not None]
     return max(keys, default=None)
+
+
+def newest_seen(s: Step, worker: Worker) -> VersionKey | None:
+    """Return what `latest` means to a worker, an observer or a shard: the newest version that its zone may see.
+
+    That is the newest one of all, unless seed agents hold it back in the zone (`state/zones.py`): then the newest one
+    that is there, or the one that the worker or another shard of its replica was told of, if that is newer. None if
+    that is not to be had: wait for the next one.
+    """
+    model = s.model(worker)
+    newest = latest(model)
+    group = None if worker.observer else s.group(worker)
+    zone = worker.zone if group is None else group.zone
+    if newest is None or newest != model.high or (group is not None and group.seeds):
+        return newest
+    if not zones.holds_back(s, model, zone, newest):
+        return newest
+    there = model.leads[zone].newest
+    told = max((w.told for w in ([worker] if group is None else s.members(group)) if w.told is not None), default=None)
+    if there is not None and (told is None or told <= there) and zones.is_there(s, model, zone, there):
+        return there
+    own = group is not None and told is not None and has_itself(s, group, told)
+    return told if told is not None and (own or next(whole_groups(s, model, told), None) is not None) else None
+
+
+def has_itself(s: Step, group: Group, key: VersionKey) -> bool:
+    """Tell whether some shard of a replica has a version, or says so in the round that it is in."""
+    current = group.open_round()
+    joined = () if current is None else current.joined.values()
+    copies = [copy for w in s.members(group) for copy in w.copies() if copy.state not in UNFINISHED]
+    return any(shard.have == key for shard in joined) or any(copy.key == key for copy in copies)
+
+
+def note_told(worker: Worker, key: VersionKey | None) -> None:
+    """Remember that a worker was told of a version: `latest` is none before it any more (law L10)."""
+    if key is not None and (worker.told is None or key > worker.told):
+        worker.told = (key[0], key[1])
 
 
 def current_epoch(model: ModelState) -> int:
@@ -207,6 +246,7 @@ def put_copy(
     enter_stream(s, model, worker, key)
     bind_manifest(s, worker, key, memory.layout, sums, memory.total_bytes)
     worker.dirty = False
+    note_told(worker, key)
     segments, size, state = memory.num_segments, memory.total_bytes, CopyState.PUBLISHED
     copy = Copy(new_copy_id(s), worker.id, key, memory, state, sums, segments, True, 0, size, converted=converted)
     add_copy(s, worker, copy)
@@ -222,6 +262,7 @@ def note_whole(s: Step, group: Group, key: VersionKey) -> None:
     if not record.was_whole:
         s.touched.add(model.name)
     note_offered(s, model, key)
+    zones.note_whole(s, model, group, key)
     s.changed.add((model.name, group.replica, key))
     record.total_bytes = sum(copy.memory.total_bytes for copy in kept_copies(s, group, key))
     if not record.was_whole:
@@ -233,6 +274,7 @@ def note_was_whole(s: Step, model: ModelState, record: VersionRecord) -> None:
     """Remember that a version was visible."""
     record.was_whole = True
     if model.high is None or record.key > model.high:
+        zones.note_newer(s, model, model.high)
         model.high = record.key
     forget_old_versions(s, model)
 
@@ -304,6 +346,7 @@ def tell_promised(s: Step, worker: Worker, waiters: list[Waiting]) -> list[Waiti
     keep = []
     for waiting in waiters:
         if waiting.worker == worker.id and (waiting.newer_than is None or current.key > waiting.newer_than):
+            note_told(worker, current.key)
             s.reply(worker, waiting.request, Available(*current.key))
         else:
             keep.append(waiting)
@@ -315,15 +358,23 @@ def settle_waits(s: Step, model: ModelState, waiters: list[Waiting]) -> list[Wai
     newest = model.high
     if not waiters or newest is None or s.state.in_grace(s.now) or latest(model) != newest:
         return waiters
-    if next(whole_groups(s, model, newest), None) is None:
+    offered = {newest: next(whole_groups(s, model, newest), None) is not None}
+    if not offered[newest] and not model.leads:
         return waiters
     keep = []
     for waiting in waiters:
         worker = s.state.workers.get(waiting.worker)
-        if worker is not None and (waiting.newer_than is None or newest > waiting.newer_than):
-            s.reply(worker, waiting.request, Available(*newest))
-        elif worker is not None:
-            keep.append(waiting)
+        if worker is None:
+            continue
+        key = newest_seen(s, worker)
+        if key is not None and (waiting.newer_than is None or key > waiting.newer_than):
+            if key not in offered:
+                offered[key] = next(whole_groups(s, model, key), None) is not None
+            if offered[key]:
+                note_told(worker, key)
+                s.reply(worker, waiting.request, Available(*key))
+                continue
+        keep.append(waiting)
     return keep
 
 

@@ -276,7 +276,50 @@ def test_a_second_signal_ends_it_at_once(hub: str, model: str, seeds: Callable[.
         process.wait(5)
 
 
+def test_an_agent_of_a_zone_serves_the_old_version_while_it_brings_the_new_one(
+    model: str, seeds: Callable[..., Seed], tmp_path: Path
+) -> None:
+    """Engines of its zone hear of a version when the agent has it, in another layout, too, and read none but its."""
+    options = ("--lease-s", "5", "--heartbeat-s", "1", "--grace-s", "5")
+    with running("serve", "--bind", "tcp://127.0.0.1:0", *options, log=tmp_path / "hub-log") as command:
+        address = command.first_line.removeprefix("listening on ")
+        agent = seeds("--zone", "east", "--replica", "agent", "--memory", f"{3 * BYTES}B", server=address)
+        with worker(address, model, "trainer", zone="west") as trainer:
+            trainer.register(make("plain", 1, mib=MIB))
+            trainer.publish(1)
+            agent.holds(1)
+            sources: set[str] = set()
+            like = [{}, {"segment_bytes": 64 << 10}]
+            engines = [worker(address, model, f"engine {k}", zone="east", settings=how) for k, how in enumerate(like)]
+            memory = [blank(make("plain", 1, mib=MIB)) for _ in engines]
+            for engine, tensors in zip(engines, memory, strict=True):
+                engine.register(tensors)
+            for version in (1, 2, 3):
+                if version > 1:
+                    step(trainer, version)
+                    assert [engine.wait(version - 1, timeout_s=40) for engine in engines] == [version] * 2
+                    agent.holds(version)
+                for engine, tensors in zip(engines, memory, strict=True):
+                    assert engine.update(progress=lambda done, total, source: sources.add(source)) == version
+                    assert same(tensors, make("plain", version, mib=MIB))
+            assert sources <= {"agent-a", "agent-b", "engine 0", "engine 1"}
+            assert {"agent-a", "agent-b"} <= sources
+            for engine in engines:
+                engine.close()
+        assert agent.end() == 0
+
+
+def test_two_versions_that_do_not_fit_end_it_with_an_error(hub: str, model: str, tmp_path: Path) -> None:
+    with worker(hub, model, "trainer") as trainer:
+        trainer.register(make("plain", 1, mib=MIB))
+        trainer.publish(1)
+        ended = tensorhub("seed", "--model", model, "--zone", "east", "--memory", "1M", "--server", hub)
+    assert f"2 buffers {2 * BYTES:,}" in ended.error
+    assert "--memory allows 1,000,000" in ended.error
+
+
 def test_wrong_usage() -> None:
-    for arguments in (("seed",), ("seed", "--model", "m", "--versions", "0"), ("seed", "--model", "m", "--keep", "x")):
+    wrong = [("--versions", "0"), ("--keep", "x"), ("--keep", "--spot"), ("--memory", "much"), ("--memory", "-1")]
+    for arguments in (("seed",), *(("seed", "--model", "m", *options) for options in wrong)):
         ended = tensorhub(*arguments)
         assert (ended.code, "Usage: " in ended.err) == (2, True)

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from tests.sim.world import World
+from tests.sim.zones import ZonedWorld
 
 SHAPES = [(2, 1, 1), (3, 1, 2), (2, 2, 1), (2, 3, 2)]
 
@@ -68,3 +69,18 @@ def test_random_worlds_in_which_readers_reshard_and_follow_each_other_keep_the_l
         followed += world.resharding.followed
     assert commits > 40, "the worlds were too quiet to mean anything"
     assert followed > 40, "hardly anybody followed who still reshards"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_random_worlds_with_seed_agents_keep_the_laws(shape: tuple[int, int, int]) -> None:
+    readers, shards, trainers = shape
+    commits = held = seen = late = 0
+    for seed in range(30):
+        world = ZonedWorld(seed, readers + 1, shards, trainers, agents=1 + seed % 2, stages=seed % 3 == 0)
+        for _ in range(1_000):
+            world.advance()
+            late += any(lead.late for model in world.state.models.values() for lead in model.leads.values())
+        commits += world.commits
+        held, seen = held + world.held, seen + world.seen
+    happened = {"commits": commits, "held back": held, "seen": seen, "late": late}
+    assert min(happened.values()) > 5, f"too quiet: {happened}"

@@ -7,14 +7,16 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 
+from tensorhub_core.cli.seed import bytes_of
 from tensorhub_core.client import mirror
 from tensorhub_core.client.memory import RegisteredMemory
 from tensorhub_core.client.mirror import blank_memory
 from tensorhub_core.client.observer import Held
-from tensorhub_core.client.seeding import MOST_VERSIONS, Seeder, choose_layouts, together
+from tensorhub_core.client.seeding import MOST_VERSIONS, Seeder, check_memory, choose_layouts, together
 from tensorhub_core.client.versions import Version
 from tensorhub_core.errors import ConfigError, LayoutMismatch, StateError, VersionUnavailable
 from tensorhub_core.layout.types import Layout
@@ -177,3 +179,26 @@ def test_mirrored_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(mirror, "available_bytes", lambda: 47)
     with pytest.raises(ConfigError, match="48 bytes of host memory, 47 are available"):
         blank_memory(layout(), 0, 1)
+
+
+def test_memory_for_all_buffers_is_asked_for_at_once() -> None:
+    one = layout(rows=1000)  # 16,000 bytes
+    check_memory((one,), [()], 32_000, 32_000)
+    check_memory((one,), [(one,)], 32_000, 16_000)
+    for limit_bytes, available, text in ((31_999, None, "--memory allows 31,999"), (None, 31_999, "31,999 bytes of")):
+        with pytest.raises(ConfigError, match=f"takes 16,000 bytes and 2 buffers 32,000.*{text}"):
+            check_memory((one,), [()], limit_bytes, available)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("12", 12), ("12B", 12), ("600G", 600 * 10**9), ("1.5k", 1500), ("64GiB", 64 << 30), ("2 TB", 2 * 10**12)],
+)
+def test_a_size_in_words(text: str, size: int) -> None:
+    assert bytes_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1", "1.2.3G", "4 score", "1e9"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        bytes_of(text)

@@ -61,7 +61,7 @@ class OfflineEngine:
         llm = self._llm
         match step:
             case Look(version=version):
-                with observe(self._config.server, model=self._config.model) as observer:
+                with observe(self._config.server, model=self._config.model, zone=self._config.zone) as observer:
                     return observer.find(None if version == "latest" else version).key
             case Pause():
                 if llm.llm_engine.has_unfinished_requests():
