@@ -16,7 +16,9 @@ from rich.filesize import decimal
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+from rich.tree import Tree
 
+from tensorhub_core.cli import tree
 from tensorhub_core.cli.common import existing_server, printable, server_option
 from tensorhub_core.client.oneshot import ask
 from tensorhub_core.errors import ServerUnreachable, TensorHubError
@@ -24,6 +26,8 @@ from tensorhub_core.state.messages import GetStatus, ModelStatus, ReplicaStatus,
 from tensorhub_core.wire.curve import ClientKeys, client_keys
 
 WATCH_EVERY_S = 1.0
+MOST_ROWS = 200
+"""Shards in the table of a model."""
 _STYLES = {"published": "green", "filling": "cyan", "draining": "yellow", "suspected": "red", "dirty": "red"}
 _BAR_CELLS = 10
 _WIDE = 1000
@@ -114,7 +118,7 @@ def render(address: str, reply: StatusReply) -> RenderableType:
         return Group(head, Text("no models yet", style="dim"))
     parts: list[RenderableType] = [head]
     for model in reply.models:
-        parts += [Text(), model_head(model), versions_table(model), replicas_table(model)]
+        parts += [Text(), model_head(model), versions_table(model), replicas_table(model), *motion(model)]
     return Group(*parts)
 
 
@@ -140,11 +144,53 @@ def replicas_table(model: ModelStatus) -> Table:
     table = Table(*columns, box=None, header_style="dim", pad_edge=False)
     for column in table.columns:
         column.overflow = "fold"  # long names often differ at their ends only
-    for replica in model.replicas:
-        for index, shard in enumerate(replica.shards):
-            about = replica_cells(replica) if index == 0 else ("", "", "")
-            table.add_row(*(Text(cell) for cell in about), *shard_cells(shard))
+    rows = [(replica, index) for replica in model.replicas for index in range(len(replica.shards))]
+    for replica, index in rows[:MOST_ROWS]:
+        about = replica_cells(replica) if index == 0 else ("", "", "")
+        table.add_row(*(Text(cell) for cell in about), *shard_cells(replica.shards[index]))
+    if len(rows) > MOST_ROWS:
+        table.add_row(Text(f"and {len(rows) - MOST_ROWS:,} shards more: --json has all", style="dim"))
     return table
+
+
+def motion(model: ModelStatus) -> list[RenderableType]:
+    """Return the trees of what is being read, and who waits for what; nothing when everything rests."""
+    parts: list[RenderableType] = []
+    for version_tree in tree.trees_of(model):
+        head = f"version {version_tree.version}: {version_tree.readers:,} reading"
+        drawn = Tree(Text(head, style="bold"), guide_style="dim")
+        _draw(drawn, tree.lines_of(version_tree))
+        parts += [Text(), drawn]
+    rows = [f"waiting for {what}: {tree.names(who)}" for what, who in sorted(tree.waiting(model).items())]
+    rows += [f"late, nobody waits for them: {tree.names(found)}"] if (found := tree.late(model)) else []
+    return parts + [Text(printable(row), style="yellow") for row in rows]
+
+
+def _draw(drawn: Tree, lines: list[tree.Line]) -> None:
+    for line in lines:
+        _draw(drawn.add(line_text(line)), line.children)
+
+
+def line_text(line: tree.Line) -> Text:
+    """Return a line of a tree."""
+    if line.node is None and line.folded:
+        states = ", ".join(f"{count:,} {state}" for state, count in line.folded.most_common())
+        return Text(f"and {line.folded.total():,} more ({states})", style="dim")
+    if line.node is None:
+        return Text.assemble((printable(line.place), "bold"), ("  over the WAN", "magenta") if line.wan else "")
+    node = line.node
+    where = f"{len(node.hosts)} hosts" if len(node.hosts) > 1 else printable(node.host)
+    parts = [printable(node.replica) + (" (seed agent)" if node.seeds else ""), f"[{where}]" if where else ""]
+    text = Text("  ".join(part for part in parts if part) + "  ")
+    text.append(node.state, style=_STYLES.get(node.state, "yellow"))
+    if node.sources and node.total_bytes:
+        text.append(f"  {min(1.0, node.done_bytes / node.total_bytes):.0%} of {decimal(node.total_bytes)}")
+    if node.bytes_per_s:
+        text.append(f"  {decimal(int(node.bytes_per_s))}/s")
+    if node.sources[1:]:
+        also = [edge.replica + (" over the WAN" if edge.wan else "") for edge in node.sources[1:]]
+        text.append(f"  also from {printable(tree.names(also))}")
+    return text
 
 
 def replica_cells(replica: ReplicaStatus) -> tuple[str, str, str]:
