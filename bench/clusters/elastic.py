@@ -61,6 +61,8 @@ def _ours(crew: Crew, steady: list[str], spots: list[str], bound: Bound) -> list
         *_joined("ours", joined.stalls_s[joiner], got["ended_s"] - got["began_s"], bound),
         limit(f"{NAME}: ours, the others while one joins / calm", _of(joined, calm, steady), "x", SLOWER_GOAL),
         Row(f"{NAME}: ours, the others while one is killed half-way / calm", _of(killed, calm, steady), "x"),
+        # It reads from the trainer, which holds its memory for it until its lease is over.
+        Row(f"{NAME}: ours, trainer waits while one is killed half-way", killed.trainer_s, "s"),
         Row(f"{NAME}: ours, sent by the trainer's link while one joins", sent, "models"),
     ]
 
