@@ -86,9 +86,9 @@ class Lane:
             self.attached.proven = True
 
     def failed(self, kind: str, detail: str) -> SourceFailed:
-        """Name a failure: a source that never gave a byte cannot be reached from here."""
+        """Name a failure: a source that never gave a byte is out of reach, unless it was only slower than others."""
         proven = self.attached is not None and self.attached.proven
-        return SourceFailed(self.source, kind if proven else "unreachable", detail)
+        return SourceFailed(self.source, kind if proven or kind == "slow" else "unreachable", detail)
 
 
 class Lanes:
