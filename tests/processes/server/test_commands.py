@@ -34,6 +34,16 @@ from tensorhub_core.state.messages import (
 )
 from tests.processes.server.raw import RawClient, ServerProcess, alive, eventually, free_port, server_process
 
+PLACE = {"zone": str, "host": str, "rail": str}
+FILLS = {
+    "version": int,
+    "begun": bool,
+    "done_bytes": int,
+    "total_bytes": int,
+    "bytes_per_s": float,
+    "staged": bool,
+    "late": bool,
+}
 SHAPE = {
     "server": {"address": str, "epoch": int, "uptime_s": float},
     "models": [
@@ -60,8 +70,13 @@ SHAPE = {
                             "total_bytes": int,
                             "source": (str, type(None)),
                             "bytes_per_s": float,
+                            "place": PLACE,
+                            "sources": [{"replica": str, "shard": int, "place": PLACE, "wan": bool}],
+                            "fills": (FILLS, type(None)),
                         }
                     ],
+                    "seeds": bool,
+                    "waits_for": (str, type(None)),
                 }
             ],
             "drain": {"count": int, "total_s": float, "max_s": float},
@@ -74,6 +89,8 @@ STATES = {"idle", "filling", "published", "draining", "dirty", "offload", "suspe
 
 def assert_shape(value: object, shape: object, where: str = "$") -> None:
     """Check that JSON has exactly the documented keys and types."""
+    if isinstance(shape, tuple) and isinstance(shape[0], dict):
+        shape = type(None) if value is None else shape[0]
     if isinstance(shape, dict):
         assert isinstance(value, dict), where
         assert set(value) == set(shape), where
