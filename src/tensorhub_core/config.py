@@ -33,6 +33,11 @@ class ServerConfig:
     grace_s: float | None = _setting(
         None, "seconds after a start in which the server only listens; None = one lease", least=0.0
     )
+    policy: str = _setting(
+        "auto",
+        "how readers are spread over sources (docs/topology.md); star and chain are there to compare with",
+        choices=("auto", "star", "chain"),
+    )
     idle_s: float = _setting(60.0, "seconds without a worker after which the embedded server ends", least=0.0)
     runtime_dir: str | None = _setting(
         None, "folder of the embedded server's files; None = XDG_RUNTIME_DIR, else one in the temporary folder"

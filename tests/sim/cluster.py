@@ -48,6 +48,8 @@ class Slot:
     num_shards: int
     stream: str | None = None
     spot: bool = False
+    zone: str = ""
+    host: str = ""
     lives: int = 0
     life: Life | None = None
 
@@ -111,8 +113,11 @@ class Life(Process):
 class Cluster:
     """Processes, networks and the hub of one world."""
 
-    def __init__(self, seed: int, machine: Mapping[str, float]) -> None:
+    def __init__(
+        self, seed: int, machine: Mapping[str, object], zones: tuple[str, ...] = ("",), hosts: int = 0
+    ) -> None:
         chance = partial(random.Random)
+        self.seed, self.zones, self.hosts = seed, zones, hosts
         self.timeline = Timeline(chance(f"{seed}/threads"))
         self.judge = Judge(self)
         config = MachineConfig(server_epoch=0, **{**SERVER, **machine})  # type: ignore[arg-type]
@@ -180,6 +185,12 @@ class Cluster:
 
     # --- processes --------------------------------------------------------------------------------------------------
 
+    def place(self, slot: Slot) -> None:
+        """Say where a replica runs: the trainer in the first zone, the others where the scenario's seed draws them."""
+        chance = random.Random(f"{self.seed}/place of {slot.replica}")
+        slot.zone = self.zones[0] if slot.replica == "trainer" else chance.choice(self.zones)
+        slot.host = f"host{chance.randrange(self.hosts)}" if self.hosts else slot.replica
+
     def boot(self, slot: Slot) -> Life:
         """Start a process in a slot; an older one, if it still lives, is superseded by its hello."""
         slot.lives += 1
@@ -198,7 +209,13 @@ class Cluster:
         while life.worker is None:
             try:
                 worker = connect(
-                    "sim://hub", model=MODEL, zone="", host=slot.replica, spot=slot.spot, settings=settings, **more
+                    "sim://hub",
+                    model=MODEL,
+                    zone=slot.zone,
+                    host=slot.host or slot.replica,
+                    spot=slot.spot,
+                    settings=settings,
+                    **more,
                 )
                 worker.register(life.memory, content.boxes(slot.shard, slot.num_shards))
                 life.worker = worker

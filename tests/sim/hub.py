@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import xxhash
 
 from tensorhub_core.ids import SessionId
+from tensorhub_core.schedule.policy import AUTO
 from tensorhub_core.state.events import Event, Log, Received, Send, Tick
 from tensorhub_core.state.machine import MachineConfig, ServerState, step
 from tensorhub_core.state.messages import (
@@ -27,6 +28,8 @@ from tensorhub_core.state.messages import (
 )
 
 M = TypeVar("M", bound=Reply)
+LARGE_COPIES = replace(AUTO, lag_bytes=1)
+"""A few bytes stand for many: what lies between two readers of a chain is nothing to a whole copy."""
 
 
 def digest(data: bytes) -> bytes:
@@ -103,9 +106,10 @@ class Peer:
 class Hub:
     """The machine with a clock that only moves when told."""
 
-    def __init__(self, server_epoch: int = 1, **config: float) -> None:
+    def __init__(self, server_epoch: int = 1, **config: object) -> None:
         self.now = 1000.0
-        self.config = MachineConfig(server_epoch=server_epoch, **config)  # type: ignore[arg-type]
+        more = {"policy": LARGE_COPIES, **config}
+        self.config = MachineConfig(server_epoch=server_epoch, **more)  # type: ignore[arg-type]
         self.state = ServerState.new(self.config, self.now)
         self.peers: dict[SessionId, Peer] = {}
         self.logs: list[str] = []

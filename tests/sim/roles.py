@@ -27,6 +27,8 @@ class Replica:
         self.chance = random.Random(f"{seed}/{name}")
         self.slots = [Slot(name, shard, num_shards, stream) for shard in range(num_shards)]
         cluster.by_replica[name] = self.slots
+        for slot in self.slots:
+            cluster.place(slot)
         self.calm = self.resting = self.playing = False
         for slot in self.slots:
             cluster.boot(slot)

@@ -39,7 +39,8 @@ class World:
     def __init__(self, scenario: Scenario, traced: bool = False) -> None:
         self.scenario = scenario
         worth = 0 if scenario.queues else 1 << 30
-        self.cluster = Cluster(scenario.seed, {"worth_waiting_bytes": worth, "retain": scenario.retain})
+        machine = {"worth_waiting_bytes": worth, "retain": scenario.retain, "policy": scenario.policy}
+        self.cluster = Cluster(scenario.seed, machine, scenario.zones, scenario.hosts)
         self.cluster.plane.one_sided = scenario.one_sided
         judge = self.cluster.judge
         judge.traced = traced

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tensorhub_core.schedule.policy import AUTO, Policy
 from tests.sim.content import BY_COLUMNS
 
 COLUMNS_SHARE = 0.3
@@ -48,6 +49,11 @@ class Scenario:
     """Versions that the hub retains (law L11)."""
     queues: bool = False
     """Readers queue behind others that have yet to begin."""
+    zones: tuple[str, ...] = ("",)
+    hosts: int = 0
+    """Zones that replicas are in, and machines that they share in each; 0 = one for each replica."""
+    policy: Policy = AUTO
+    """With what a hop costs: small copies form trees, large ones chains."""
     hub_kill_at_rest: bool = False
     """The hub dies once more when the last version was published."""
     joins_at_rest: bool = True
@@ -68,6 +74,7 @@ def draw(seed: int) -> Scenario:
     chance = random.Random(f"{seed}/scenario")
     readers = tuple(2 if chance.random() < 0.8 else 1 for _ in range(chance.choice((1, 2, 2, 3))))
     faults = [draw_fault(chance) for _ in range(chance.randint(0, 9))]
+    geography = random.Random(f"{seed}/geography")
     if random.Random(f"{seed}/columns").random() < COLUMNS_SHARE:
         readers = (*readers[:-1], BY_COLUMNS)
     return Scenario(
@@ -77,6 +84,9 @@ def draw(seed: int) -> Scenario:
         one_sided=chance.random() < 0.6,
         retain=chance.choice((0, 0, 1, 2)),
         queues=chance.random() < 0.5,
+        zones=geography.choice((("",), ("",), ("home", "far"), ("home", "far", "farther"))),
+        hosts=geography.choice((0, 0, 1, 2)),
+        policy=geography.choice((AUTO, replace(AUTO, lag_bytes=1))),
         hub_kill_at_rest=chance.random() < 0.3,
         joins_at_rest=chance.random() < 0.5,
     )

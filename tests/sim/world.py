@@ -15,7 +15,7 @@ from collections import Counter
 from tensorhub_core.ids import SessionId
 from tensorhub_core.state.events import Received, Send, Tick
 from tensorhub_core.state.invariants import check
-from tensorhub_core.state.machine import MachineConfig, ServerState, step
+from tensorhub_core.state.machine import ServerState, step
 from tensorhub_core.state.messages import (
     Committed,
     Discard,
@@ -48,6 +48,7 @@ from tensorhub_core.state.messages import (
     Unstage,
     Welcome,
 )
+from tests.sim.geography import Geography
 from tests.sim.hub import digest
 from tests.sim.keeping import Keeper, SecondOpinion
 from tests.sim.lives import SEGMENTS, Life, cells_of, sums
@@ -67,26 +68,24 @@ class World:
         stages: bool = False,
         retain: int | None = None,
         reshards: bool = False,
+        places: bool = True,
     ) -> None:
         self.checksums, self.stages = checksums, stages
         self.installing: dict[tuple[str, int], set[int]] = {}
         self.commits_by_mode: Counter[str] = Counter()
         self.outcomes: dict[tuple[str, int], set[str]] = {}
-        self.chance = random.Random(seed)
+        self.now, self.chance = 0.0, random.Random(seed)
         self.resharding = Resharding(reshards, self.chance)
-        self.now = 0.0
         queues = 0 if self.chance.random() < 0.5 else 1 << 30  # of readers behind one that has yet to begin
         retain = self.chance.randrange(3) if retain is None else retain
-        config = MachineConfig(server_epoch=1, join_timeout_s=8.0, worth_waiting_bytes=queues, retain=retain)
+        self.geography = Geography(seed, trainers, readers, places)
         self.keeper, self.opinion = Keeper(self.chance), SecondOpinion()
         spot_share = self.chance.choice([0.0, 0.3, 0.8]) if retain else 0.0
         self.spots = {f"reader{r}": self.chance.random() < spot_share for r in range(readers)}
-        self.state = ServerState.new(config, 0.0)
+        self.state = ServerState.new(self.geography.config(worth_waiting_bytes=queues, retain=retain), 0.0)
         self.lives: list[Life] = []
         self.by_session: dict[SessionId, Life] = {}
-        self.commits = 0
-        self.most_sources = 0
-        self.born = 0
+        self.commits = self.most_sources = self.born = 0
         self.shards = shards
         for t in range(trainers):
             for k in range(shards):
@@ -102,7 +101,8 @@ class World:
         self.lives.append(life)
         self.by_session[life.session] = life
         who = (f"t{self.born}", "policy", replica, shard, self.shards)
-        life.ask(Hello(1, *who, spot=self.spots.get(replica, False), announces_sums=self.resharding.enabled))
+        about = {"spot": self.spots.get(replica, False), **self.geography.of(replica, shard)}
+        life.ask(Hello(1, *who, announces_sums=self.resharding.enabled, **about))
         life.staging = digest(b"staging %d" % self.born)
         layout, placement = self.resharding.layout(life), b"placement %d" % self.born
         life.placement = digest(placement)

@@ -51,6 +51,7 @@ def of_state(world: World) -> list[str]:
         *ids_live_once(world),
         *retained(world),
         *heard(world),
+        *one_seed(world),
         *zones.waits_in_vain(world),
     ]
 
@@ -114,6 +115,19 @@ def heard(world: World) -> list[str]:
     newest = latest_code(world)
     found = [a for a in world.actors if a.alive and a.high > newest and world.worker(a) is not None]
     return [f"L10: {a.name} has heard of version {a.high}, and the server knows of {newest}" for a in found]
+
+
+def one_seed(world: World) -> list[str]:
+    """One reader of a zone fetches a version from another zone; one more only while it is not known who has died."""
+    scene = world.scene
+    if not scene.zones or scene.doubts or scene.suspicions or scene.restarts:
+        return []
+    found = []
+    for (key, zone), leases in world.model.index.crossing.items():
+        replicas = {world.server.workers[world.server.leases[lease].reader].replica for lease in leases}
+        if len(replicas) > 1 + world.failed:
+            found.append(f"zones: {', '.join(sorted(replicas))} all fetch {key} into {zone}")
+    return found
 
 
 def keeps(actor: Actor, code: int) -> bool:

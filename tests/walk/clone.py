@@ -14,8 +14,6 @@ from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
-from tensorhub_core.schedule.speed import Speed
-from tensorhub_core.state import records
 from tensorhub_core.state.records import BlobEntry, Copy, MachineConfig, Registration, ServerState
 
 SHARED = (MachineConfig, Registration, BlobEntry)
@@ -50,7 +48,7 @@ def _record(old: Any, copies: dict[str, Copy]) -> Any:
 @functools.cache
 def _plan(kind: type) -> tuple[Callable[[Any], tuple[Any, ...]], list[int], list[tuple[int, Copier]]]:
     """Return how to read all fields of a record at once, which are copied as they are, and which by their content."""
-    hints = typing.get_type_hints(kind, vars(records) | {"Speed": Speed})
+    hints = typing.get_type_hints(kind)
     names = [f.name for f in fields(kind)]
     copiers = [copier_of(hints[name]) for name in names]
     plain = [index for index, copier in enumerate(copiers) if copier is _plain]

@@ -9,8 +9,10 @@ import pytest
 
 from tensorhub_core.ids import VersionKey
 from tensorhub_core.state import (
+    choosing,
     context,
     leases,
+    links,
     machine,
     membership,
     reads,
@@ -22,7 +24,6 @@ from tensorhub_core.state import (
     versions,
     zones,
 )
-from tensorhub_core.state.records import CopyState
 from tensorhub_core.state.records import ModelState as Model
 from tests.property.state import test_mutants as in_worlds
 from tests.walk.scenes import Scene
@@ -46,13 +47,7 @@ class Mutant:
 
 def a_part_is_offered(patch: pytest.MonkeyPatch) -> None:
     """L1: what some shards of a replica offer may be read, though others have nothing."""
-
-    def offered(s: sourcing.Step, model: Model, key: VersionKey, promised: bool, silent: bool = False) -> object:
-        allowed = {CopyState.PUBLISHED} | ({CopyState.DRAINING} if promised else set())
-        groups = [(g, [w.copy_of(key, allowed) for w in s.members(g)]) for g in model.groups.values()]
-        return [(g, [c for c in copies if c is not None]) for g, copies in groups if any(copies)]
-
-    patch.setattr(sourcing, "offered_groups", offered)
+    in_worlds.half_versions_are_whole(patch)
 
 
 def readers_do_not_hold_the_writer(patch: pytest.MonkeyPatch) -> None:
@@ -71,12 +66,7 @@ def readers_do_not_hold_the_writer(patch: pytest.MonkeyPatch) -> None:
 
 def draining_copies_take_new_readers(patch: pytest.MonkeyPatch) -> None:
     """L3: a copy that is being taken back is promised to rounds that begin only now."""
-    original = sourcing.offered_groups
-
-    def offered(s: sourcing.Step, model: Model, key: VersionKey, promised: bool, silent: bool = False) -> object:
-        return original(s, model, key, True, silent)
-
-    patch.setattr(sourcing, "offered_groups", offered)
+    patch.setattr(choosing.Look, "leaves", property(lambda self: (False, True)))
 
 
 def nobody_listens_first(patch: pytest.MonkeyPatch) -> None:
@@ -193,6 +183,22 @@ def announced_checksums_outlive_their_source(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(resourcing, "still_stands", lambda s, copy, sources, sums, content: True)
 
 
+def nobody_waits_for_a_seed(patch: pytest.MonkeyPatch) -> None:
+    """Zones: two readers of a zone fetch a version from another zone at once."""
+    patch.setattr(sourcing, "awaited_seed", lambda s, reader, current, copies: None)
+    patch.setattr(resourcing, "awaited_seed", lambda s, reader, current, copies: None)
+
+
+def the_index_forgets_who_comes_back(patch: pytest.MonkeyPatch) -> None:
+    """Index: a worker that was silent, and is heard again, stays filed like one that is silent."""
+    patch.setattr(membership, "mark", lambda s, worker: None)
+
+
+def the_index_forgets_who_reads(patch: pytest.MonkeyPatch) -> None:
+    """Index: a copy that somebody reads is filed like one that nobody reads."""
+    patch.setattr(links, "count", lambda s, lease, number: None)
+
+
 def copies_outlive_their_round(patch: pytest.MonkeyPatch) -> None:
     """L13: what a broken round has filled so far stays a source."""
     patch.setattr(rounds, "drop_copy", lambda s, copy, reason: None)
@@ -207,6 +213,7 @@ _STAGING = Scene("1 source, 1 reader that stages", stages=True, versions=1)
 _RESTART = Scene("1 source, 1 reader, the server restarts", shards=1, restarts=1)
 _TWO = Scene("1 source, 2 readers", 1, 2, 1, 1)
 _RESHARDS = Scene("2 sources, 2 readers that reshard", 2, 2, 1, 1, queues=True, reshards=True, doubts=1)
+_ZONES = Scene("2 zones, 2 readers, checksums off", 1, 2, 1, 1, verify=False, zones=True)
 _AGENT = Scene("1 source, a seed agent, 1 reader", 1, 2, 1, 1, agents=1, crashes=1, delays=1)
 _RETAIN = Scene("1 source, 1 reader, retention", retain=1)
 
@@ -243,5 +250,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("L13", copies_outlive_their_round, _LEFT),
     Mutant("L13", in_worlds.install_before_all_have_staged, _STAGING),
     Mutant("L14", in_worlds.circles, _CHAIN),
+    Mutant("zones", nobody_waits_for_a_seed, _ZONES),
+    Mutant("index", the_index_forgets_who_comes_back, _SILENT),
+    Mutant("index", the_index_forgets_who_reads, _PLAIN),
     Mutant("L14", in_worlds.others_may_be_unfinished, Scene("2 sources, 2 readers, one dies", 2, 2, 1, 1, crashes=1)),
 )

@@ -11,11 +11,12 @@ class Scene:
 
     `verify`: readers compare what they read with its checksums, and offer what they have verified to others.
     `queues`: readers may queue behind a reader that has yet to begin. `stages`: readers stage versions and install
-    them. `agents`: so many of the readers are seed agents of the zone in which all readers are. `reshards`: readers
-    have a layout of their own, announce checksums and follow each other by them. `explicit`: readers may ask for a
-    version by its number. `retain`: versions that no call may lose. `ahead`: by how many rounds a shard may be
-    ahead of another one that has yet to hear how they ended. `eager`: a read that nothing can disturb or wait for
-    comes before everything else (for scenes of one reader without faults).
+    them. `zones`: the readers are in another zone than the sources. `agents`: so many of the readers are seed
+    agents of the zone in which all readers are. `reshards`: readers have a layout of their own, announce checksums
+    and follow each other by them. `explicit`: readers may ask for a version by its number. `retain`: versions that
+    no call may lose. `ahead`: by how many rounds a shard may be ahead of another one that has yet to hear how they
+    ended. `eager`: a read that nothing can disturb or wait for comes before everything else (for scenes of one
+    reader without faults).
 
     `delays` counts times at which agents do not come on for too long, `doubts` counts sources that are left
     although they live, `departures` workers that hand over and leave, `leaves` rounds given up and deadlines of the
@@ -33,6 +34,7 @@ class Scene:
     queues: bool = False
     stages: bool = False
     reshards: bool = False
+    zones: bool = False
     explicit: bool = False
     agents: int = 0
     retain: int = 0
@@ -68,6 +70,9 @@ CI: tuple[Scene, ...] = (
     Scene("sources that live are left", readers=2, shards=1, versions=1, queues=True, doubts=2),
     Scene("readers that reshard and follow", readers=2, shards=1, versions=1, queues=True, reshards=True, doubts=1),
     Scene("readers reshard, a round is left", readers=2, shards=1, versions=1, queues=True, reshards=True, leaves=1),
+    Scene("2 zones, a round is left", readers=2, shards=1, versions=1, zones=True, leaves=1),
+    Scene("2 zones, checksums off, a round is left", 1, 2, 1, 1, verify=False, zones=True, leaves=1),
+    Scene("2 zones, readers reshard", readers=2, shards=1, versions=1, reshards=True, zones=True, leaves=1),
     Scene("one dies", crashes=1, shards=1, leaves=1),
     Scene("one is given up", burials=1, versions=1),
     Scene("a connection is lost", losses=1, versions=1),
@@ -104,6 +109,11 @@ NIGHTLY: tuple[Scene, ...] = (
     Scene("readers reshard, one dies", readers=2, shards=1, versions=1, queues=True, reshards=True, crashes=1),
     Scene("readers reshard, 2 shards", readers=2, versions=1, queues=True, reshards=True, doubts=1, crashes=1),
     Scene("readers reshard, the server restarts", readers=2, versions=1, queues=True, reshards=True, restarts=1),
+    Scene("2 zones, one dies", readers=2, shards=1, versions=1, zones=True, crashes=1),
+    Scene("2 zones, 2 shards, one dies", readers=2, versions=1, zones=True, crashes=1),
+    Scene("2 zones, 3 readers, one dies", readers=3, shards=1, versions=1, zones=True, crashes=1),
+    Scene("2 zones, sources that live are left", readers=2, shards=1, versions=1, zones=True, doubts=2),
+    Scene("2 zones, the server restarts", readers=2, shards=1, versions=1, zones=True, restarts=1),
     Scene("a seed agent, one dies", readers=2, shards=1, versions=1, agents=1, crashes=1, delays=1),
     Scene("a seed agent, 2 shards", readers=2, agents=1, delays=1),
     Scene("2 seed agents, one is silent", readers=3, shards=1, agents=2, delays=1, suspicions=1, versions=1),

@@ -102,16 +102,16 @@ def test_an_action_leaves_the_world_before_it_as_it_was() -> None:
 
 IGNORED = {
     "ServerState": "models config started_s now_s listen_from_s buried_s counter sessions blobs blob_bytes ticked_s "
-    "swept_s reachability draining offloads tickets known_bytes",
+    "swept_s reachability draining offloads tickets known_bytes flows",
     "ModelState": "name stream streams created calling waiting holders retain handovers stuck drains offloads_made "
-    "offloads_dropped",
+    "offloads_dropped index",
     "Group": "model replica generation num_shards zone host spot keeper seeds retired next_round place",
     "Round": "told_slow told_late tried details number resumed held_since_s",
     "Joined": "offer session done_sums",
     "Worker": "id session token model replica shard observer stream creates_in last_seen_s room_bytes ended tickets "
     "announces_sums casts zone host rail waits",
-    "Copy": "id worker memory done_bytes started_s speed draining_since_s origin sums converted advanced_s",
-    "Lease": "id reader round tickets",
+    "Copy": "id worker memory done_bytes started_s speed draining_since_s origin sums converted advanced_s route",
+    "Lease": "id reader round tickets since_s egress ingress crosses",
     "Keeping": "firm",
     "Lead": "since_s agents",
     "VersionRecord": "total_bytes keeping",

@@ -33,6 +33,7 @@ from tensorhub_core.state.messages import (
     Welcome,
 )
 from tensorhub_core.state.records import BlobEntry, MachineConfig, ModelState, ServerState, Worker
+from tests.sim.hub import LARGE_COPIES
 from tests.walk import checks, hearing, zones
 from tests.walk.actors import SEGMENTS, Actor, Violation
 from tests.walk.clone import clone
@@ -195,6 +196,7 @@ class World:
         place = ("policy", actor.replica, actor.shard, shards)
         announces = self.scene.reshards and not actor.is_source
         about = {"high": high, "held": held, "offloads": offloads, "ended": ended, "announces_sums": announces}
+        about["zone"] = ("east" if actor.is_source else "west") if self.scene.zones else ""
         if self.scene.agents and not actor.is_source:
             about |= {"zone": zones.ZONE, "seeds": actor.seeds}
         hello = Hello(PROTOCOL, token, *place, **about)  # type: ignore[arg-type]
@@ -255,7 +257,8 @@ def blobs_of(scene: Scene, born: int) -> dict[Digest, BlobEntry]:
 
 def new_server(scene: Scene, epoch: int) -> ServerState:
     """Return a server that has just started."""
-    config = MachineConfig(server_epoch=epoch, worth_waiting_bytes=0 if scene.queues else 1 << 30, retain=scene.retain)
+    waits = 0 if scene.queues else 1 << 30
+    config = MachineConfig(epoch, worth_waiting_bytes=waits, retain=scene.retain, policy=LARGE_COPIES)
     server = ServerState.new(config, NOW)
     server.counter = FIRST_ID
     return server

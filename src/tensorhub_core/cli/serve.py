@@ -13,6 +13,7 @@ import click
 from tensorhub_core.config import DEFAULT_BIND
 from tensorhub_core.errors import StateError
 from tensorhub_core.observe.log import get_logger
+from tensorhub_core.schedule.policy import POLICIES
 from tensorhub_core.server.loop import Outdated, ServerLoop
 from tensorhub_core.server.serving import epoch_now, make_loop
 from tensorhub_core.server.standby import ServerLock, wait_for_lock
@@ -27,6 +28,7 @@ from tensorhub_core.wire.curve import server_keys
 @click.option("--lease-s", type=float, help="Seconds without a heartbeat after which a worker is suspected. [5]")
 @click.option("--heartbeat-s", type=float, help="Seconds between two heartbeats of a worker. [1]")
 @click.option("--grace-s", type=float, help="Seconds after a restart in which the server only listens. [one lease]")
+@click.option("--policy", type=click.Choice(sorted(POLICIES)), help="How readers are spread over sources. [auto]")
 @click.option("--curve-secret", metavar="FILE", help="Secret certificate of the server: speak CURVE (see keygen).")
 @click.option("--curve-clients", metavar="DIR", help="Public certificates of the clients that may connect. [any]")
 @click.option(

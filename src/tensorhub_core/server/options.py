@@ -12,6 +12,7 @@ import zmq
 
 from tensorhub_core.config import ServerConfig
 from tensorhub_core.errors import AddressInUse, ConfigError
+from tensorhub_core.schedule.policy import policy_of
 from tensorhub_core.server.files import accepts, free_lock, take_lock
 from tensorhub_core.state.records import MachineConfig
 from tensorhub_core.wire.codec import MAX_MESSAGE_BYTES
@@ -32,6 +33,7 @@ def machine_config(server: ServerConfig, server_epoch: int) -> MachineConfig:
         heartbeat_s=server.heartbeat_s,
         grace_s=server.lease_s if server.grace_s is None else server.grace_s,
         dead_after_s=DEAD_AFTER_LEASES * server.lease_s,
+        policy=policy_of(server.policy),
         retain=server.retain,
         retain_models=retained_by_model(server.retain_models),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tensorhub_core.ids import ModelName
+from tensorhub_core.schedule.policy import AUTO, Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class MachineConfig:
     """A promised reader that has not begun by then is no source any more if there is a better one."""
     advance_within_s: float = 10.0
     """One that reads another layout and could come on, but has not by then, is no source any more likewise."""
+    policy: Policy = AUTO
+    """What readers are spread over sources by."""
     agent_within_s: float = 10.0
     """A zone does not wait for a seed agent that has not come on for so long with what is newest elsewhere."""
     retain: int = 0

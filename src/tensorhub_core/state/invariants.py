@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator
 from tensorhub_core.ids import CopyId, VersionKey
 from tensorhub_core.schedule.sources import MOST_RAW_SOURCES
 from tensorhub_core.state.calling import waits_for_others
+from tensorhub_core.state.candidates import is_broken
+from tensorhub_core.state.context import Step
+from tensorhub_core.state.index import disagreements
 from tensorhub_core.state.invariants_retention import RETENTION_LAWS
 from tensorhub_core.state.manifests import SUM_BYTES
 from tensorhub_core.state.reachability import MOST_PAIRS
@@ -237,6 +240,26 @@ def l14_no_circles(state: ServerState) -> Iterator[str]:
                 ahead += follows
 
 
+def index_is_a_full_scan(state: ServerState) -> Iterator[str]:
+    """What can be read is filed as it is, and leases are counted on their links."""
+    s = Step(state, state.now_s)
+    for model in state.models.values():
+        yield from disagreements(s, model)
+        crossing = {(lease.crosses, lease.id) for lease in state.leases.values() if lease.crosses is not None}
+        mine = {pair for pair in crossing if s.state.workers[state.leases[pair[1]].reader].model == model.name}
+        if mine != {(place, lease) for place, leases in model.index.crossing.items() for lease in leases}:
+            yield f"leases of {model.name} that cross zones are not noted"
+    for copy in state.copies.values():
+        if is_broken(s, copy.id) and copy.id not in s.model(s.holder(copy)).index.broken:
+            yield f"copy {copy.id} is followed and has no source, which is not noted"
+    for counts, links in (
+        (state.flows.egress, Counter(lease.egress for lease in state.leases.values() if lease.egress)),
+        (state.flows.ingress, Counter(lease.ingress for lease in state.leases.values() if lease.ingress)),
+    ):
+        if counts != links:
+            yield f"{counts} are not the leases by their links: {dict(links)}"
+
+
 def reachability_has_living_witnesses(state: ServerState) -> Iterator[str]:
     """What is remembered of machines that cannot reach each other was shown by workers that are there, and counted."""
     known = state.reachability
@@ -273,6 +296,7 @@ LAWS: tuple[Callable[[ServerState], Iterator[str]], ...] = (
     l13_nothing_is_overwritten_before_all_have_staged,
     l1_what_is_staged_was_whole_before,
     l14_no_circles,
+    index_is_a_full_scan,
     reachability_has_living_witnesses,
     *RETENTION_LAWS,
 )

@@ -8,7 +8,9 @@ from tensorhub_core.ids import CopyId, LeaseId, VersionKey
 from tensorhub_core.state.bounds import MOST_CUTS
 from tensorhub_core.state.calling import is_orphaned
 from tensorhub_core.state.context import Step
+from tensorhub_core.state.index import mark
 from tensorhub_core.state.keeping import is_kept_back
+from tensorhub_core.state.links import forget_lease, note_lease
 from tensorhub_core.state.manifests import SUM_BYTES, known_sums, set_known
 from tensorhub_core.state.messages import DropOffload, LeaseLost, Ok, Source, SourceProgress
 from tensorhub_core.state.records import UNFINISHED, Copy, CopyState, Group, Lease, ModelState, Worker
@@ -18,10 +20,12 @@ from tensorhub_core.state.tickets import end_with_lease
 def grant(s: Step, group: Group, shard: int, round_number: int, copy: Copy) -> Lease:
     """Lease a copy to the worker of a shard."""
     reader = s.state.workers[group.members[shard]]
-    lease = Lease(LeaseId(s.new_id("l")), reader.id, copy.id, round_number)
+    lease = Lease(LeaseId(s.new_id("l")), reader.id, copy.id, round_number, since_s=s.now)
     s.state.leases[lease.id] = lease
+    note_lease(s, lease, copy)
     reader.leases.add(lease.id)
     copy.leases.add(lease.id)
+    s.model(reader).index.stale[copy.key, s.holder(copy).replica] = None
     return lease
 
 
@@ -57,13 +61,23 @@ def end_lease(s: Step, lease_id: LeaseId) -> Lease | None:
         return None
     end_with_lease(s, lease)
     del s.state.leases[lease_id]
+    forget_lease(s, lease)
     if (reader := s.state.workers.get(lease.reader)) is not None:
         reader.leases.discard(lease_id)
+        note_broken(s, reader)
     if (copy := s.state.copies.get(lease.copy)) is not None:
         copy.leases.discard(lease_id)
+        mark(s, s.holder(copy))
         if copy.state is CopyState.DRAINING:
             s.touch(s.holder(copy))
     return lease
+
+
+def note_broken(s: Step, reader: Worker) -> None:
+    """Remember an unfinished copy that has lost its last source and is followed."""
+    own = reader.unfinished()
+    if not reader.leases and own is not None and own.leases:
+        s.model(reader).index.broken.add(own.id)
 
 
 def revoke_lease(s: Step, lease_id: LeaseId, reason: str) -> None:
@@ -79,6 +93,7 @@ def revoke_lease(s: Step, lease_id: LeaseId, reason: str) -> None:
     joined = open_round.joined.get(reader.shard)
     if joined is not None and joined.done_request is None:
         joined.orphaned_since_s = s.now
+        s.model(reader).index.orphans.add(reader.id)
         s.push(reader, LeaseLost(lease.round, lease_id, reason))
 
 
@@ -99,6 +114,7 @@ def drop_copy(s: Step, copy: Copy, reason: str) -> None:
         s.state.offloads.discard(copy.id)
         holder.offloads.remove(copy)
     s.note(holder, copy.key)
+    s.model(holder).index.stale[copy.key, holder.replica] = None
     forget_holder(s, holder, copy.key)
     for lease_id in sorted(copy.leases):
         revoke_lease(s, lease_id, reason)
@@ -154,6 +170,7 @@ def add_offload(s: Step, worker: Worker, copy: Copy) -> None:
 
 def _hold(s: Step, worker: Worker, copy: Copy) -> None:
     s.state.copies[copy.id] = copy
+    mark(s, worker)
     s.model(worker).holders.setdefault(copy.key, {})[worker.replica] = None
     s.note(worker, copy.key)
     s.touch(worker)

@@ -10,6 +10,7 @@ from tensorhub_core.state.calling import note_call
 from tensorhub_core.state.context import NO_SESSION, Step, failure
 from tensorhub_core.state.events import Send
 from tensorhub_core.state.hearing import hear_high, is_known, own_epoch
+from tensorhub_core.state.index import mark
 from tensorhub_core.state.leases import drop_copy, end_lease, revoke_lease
 from tensorhub_core.state.manifests import forget_prefix
 from tensorhub_core.state.messages import (
@@ -70,10 +71,13 @@ def hello(s: Step, session: SessionId, request: int, m: Hello) -> None:
             add_group(s, model, group)
         group.members[m.shard] = worker.id
         group.zone, group.host, group.spot, group.keeper, group.seeds = m.zone, m.host, m.spot, m.keeper, m.seeds
+        for member in s.members(group):
+            mark(s, member)
         group.generation += 1
         zones.note_group(s, model, group)
     worker.announces_sums, worker.casts = m.announces_sums, m.casts
     worker.host, worker.rail = m.host, m.rail
+    mark(s, worker)
     note_told(worker, m.high)
     note_ended(s, group, worker, m)
     welcome(s, worker, request, group)
@@ -314,6 +318,7 @@ def leave(s: Step, worker: Worker, request: int) -> None:
 def suspect(s: Step, worker: Worker) -> None:
     """Take a silent worker's leases and send no new reader to it; nothing is aborted (law L4)."""
     worker.suspected = True
+    mark(s, worker)
     s.touch(worker)
     zones.note_absent(s, worker)
     if not worker.observer:
@@ -353,6 +358,7 @@ def heard_from(s: Step, worker: Worker) -> None:
         s.touched.add(worker.model)
         note_call(s, worker)
         forgive(s, worker)
+        mark(s, worker)
         for copy in worker.copies():
             s.note(worker, copy.key)
     worker.last_seen_s, worker.suspected = s.now, False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tensorhub_core.errors import StateError
 from tensorhub_core.ids import ModelName
 from tensorhub_core.state.context import Step
+from tensorhub_core.state.index import file_again
 from tensorhub_core.state.records import ModelState
 
 
@@ -34,6 +35,7 @@ def make_place(s: Step) -> None:
     forgotten = idle[0] if len(known) == len(idle) else next(model for model in idle if model not in known)
     if forgotten in known:
         s.log("warning", f"model {forgotten.name!r}, for which nobody is connected, is forgotten to make place")
+    file_again(s, forgotten)  # nothing of it can be read any more
     del s.state.models[forgotten.name]
     s.forget(forgotten.name)
 

@@ -23,6 +23,9 @@ from tensorhub_core.state.kept import DrainCount, Keeping
 from tensorhub_core.state.lead import Lead
 from tensorhub_core.state.messages import Ended, Failure, Message, NothingNewer
 from tensorhub_core.state.reachability import Reachability
+from tensorhub_core.state.shelves import Flows, Index
+from tensorhub_core.state.shelves import Lease as Lease
+from tensorhub_core.state.shelves import Ticket as Ticket
 
 
 class CopyState(Enum):
@@ -85,31 +88,8 @@ class Copy:
     """Layouts and manifests of the copies of another layout that it is derived from."""
     advanced_s: float = 0.0
     """When it last came on, or got its sources."""
-
-
-@dataclass(slots=True)
-class Lease:
-    """A reader's right to read a copy."""
-
-    id: LeaseId
-    reader: WorkerId
-    copy: CopyId
-    round: int
-    tickets: set[TicketId] = field(default_factory=set)
-    """What its reader has asked its source and not heard yet."""
-    told: int = -1
-    """Of a copy without a manifest: of how many segments its reader was told the checksums."""
-
-
-@dataclass(slots=True)
-class Ticket:
-    """A reader's question for checksums of cuts, until its source answers. Its cuts are passed on, not kept."""
-
-    id: TicketId
-    lease: LeaseId
-    source: WorkerId
-    request: int
-    cuts: int
+    route: tuple[str, str] = ("", "")
+    """The zones that the bytes of an unfinished copy come from and go to, by the first of its sources."""
 
 
 @dataclass(slots=True)
@@ -329,6 +309,7 @@ class ModelState:
     waiting: list[Waiting] = field(default_factory=list)
     holders: dict[VersionKey, dict[ReplicaName, None]] = field(default_factory=dict)
     """Replicas of which some shard has a copy of the version, in any state; in the order in which they came."""
+    index: Index = field(default_factory=Index)
     leads: dict[str, Lead] = field(default_factory=dict)
     """Zones in which a seed agent has been."""
     retain: int = 0
@@ -373,6 +354,7 @@ class ServerState:
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
     tickets: dict[TicketId, Ticket] = field(default_factory=dict)
     blobs: dict[Digest, BlobEntry] = field(default_factory=dict)
+    flows: Flows = field(default_factory=Flows)
     reachability: Reachability = field(default_factory=Reachability)
     draining: set[CopyId] = field(default_factory=set)
     offloads: set[CopyId] = field(default_factory=set)

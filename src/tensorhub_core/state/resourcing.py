@@ -7,7 +7,9 @@ before it is buried. So a shard that has no other source waits for either.
 from __future__ import annotations
 
 from tensorhub_core.ids import CopyId
+from tensorhub_core.state.choosing import choose_by_scan
 from tensorhub_core.state.context import Step
+from tensorhub_core.state.index import mark
 from tensorhub_core.state.leases import revoke_lease, source_of
 from tensorhub_core.state.manifests import (
     content_of,
@@ -19,7 +21,8 @@ from tensorhub_core.state.manifests import (
 )
 from tensorhub_core.state.messages import Discard, Promise
 from tensorhub_core.state.records import Group, Round, Worker
-from tensorhub_core.state.sourcing import await_copy, choose_among, raw_sums
+from tensorhub_core.state.seeds import awaited_seed
+from tensorhub_core.state.sourcing import await_copy, choose_copies, raw_sums
 
 
 def forgive(s: Step, holder: Worker) -> None:
@@ -56,17 +59,20 @@ def _first_stall(s: Step, current: Round, shard: int, copy_id: CopyId) -> float 
 def may_wake(s: Step, group: Group, reader: Worker, current: Round, promised: bool) -> bool:
     """Tell whether a shard without a source would have one if those who are silent at the moment were heard again.
 
-    The holder of a copy that stalled may have been paused a moment ago: it is heard again soon, or suspected.
+    The holder of a copy that stalled may have been paused a moment ago: it is heard again soon, or suspected. So is
+    one that waits for a seed of its zone.
     """
     if current.key is None or reader.memory is None:
         return False
+    if awaited_seed(s, reader, current, choose_copies(s, reader, current, promised)) is not None:
+        return True
     failed = set()
     for copy_id, kind in current.avoid.get(reader.shard, {}).items():
         copy = s.state.copies.get(copy_id)
         silent = copy is not None and s.holder(copy).suspected and kind != "corrupt"
         if not silent and _first_stall(s, current, reader.shard, copy_id) is None:
             failed.add(copy_id)
-    return bool(choose_among(s, group, reader, current.key, promised, failed, silent=True))
+    return bool(choose_by_scan(s, reader, current.key, promised, failed, patient=True, silent=True))
 
 
 def tell_sources(s: Step, worker: Worker, current: Round) -> None:
@@ -78,6 +84,9 @@ def tell_sources(s: Step, worker: Worker, current: Round) -> None:
         return
     assert current.key is not None
     refresh_sums(s, current, worker)
+    s.model(worker).index.orphans.discard(worker.id)
+    if any(s.state.leases[lease].crosses for lease in worker.leases):
+        s.touched.add(worker.model)  # others who have lost their sources as well have waited for it
     sources = tuple(source_of(s, lease) for lease in current.leases.get(worker.shard, []))
     if joined.rereads:
         s.reply(worker, request, Discard(current.number, sources))
@@ -102,6 +111,7 @@ def refresh_sums(s: Step, current: Round, worker: Worker) -> None:
     if not (content and content == copy.content):
         copy.partial = copy.offered and not sums and may_be_partial(worker, copy.memory, content)
     copy.sums, copy.content = sums, content
+    mark(s, worker)
     if not stands or sums:
         set_known(s, copy, b"")
     if not stands:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tensorhub_core.errors import VersionUnavailable
 from tensorhub_core.ids import VersionKey
+from tensorhub_core.state.candidates import is_late
 from tensorhub_core.state.context import Step
 from tensorhub_core.state.keeping import custodians, is_retained
 from tensorhub_core.state.messages import (
@@ -26,7 +27,7 @@ from tensorhub_core.state.messages import (
     VersionStatus,
 )
 from tensorhub_core.state.records import OFFERED, Copy, CopyState, Group, ModelState, Worker
-from tensorhub_core.state.sourcing import describe_holders, is_late
+from tensorhub_core.state.sourcing import describe_holders
 from tensorhub_core.state.versions import current_epoch, latest, newest_seen, note_told, offered_at, show, whole_groups
 from tensorhub_core.state.zones import nothing_yet
 

@@ -11,11 +11,14 @@ copy: the others of the queue follow on, or are sent to its end, so that they do
 from __future__ import annotations
 
 from tensorhub_core.ids import CopyId, VersionKey
-from tensorhub_core.schedule.speed import is_slow
+from tensorhub_core.schedule.speed import Speed, is_slow
+from tensorhub_core.state.candidates import held_up, is_late
+from tensorhub_core.state.choosing import choose_among
 from tensorhub_core.state.context import Step
+from tensorhub_core.state.index import file_again
 from tensorhub_core.state.messages import SourceSlow
 from tensorhub_core.state.records import Copy, CopyState, ModelState, Round, Worker
-from tensorhub_core.state.sourcing import choose_among, held_up, is_late
+from tensorhub_core.state.seeds import forget_orphans
 
 _MOST_TOLD = 2
 _MOST_READERS = 1
@@ -24,14 +27,16 @@ _MOST_READERS = 1
 
 def tell_stragglers(s: Step, model: ModelState) -> None:
     """Measure the copies that fill, and tell readers of slow sources to look for others."""
-    for key in sorted(model.holders):
+    forget_orphans(s, model)
+    file_again(s, model)
+    model.index.late.clear()
+    for key in sorted(model.index.filling):
         copies = [c for name in model.holders[key] for w in s.members(model.groups[name]) for c in w.copies()]
         copies = [copy for copy in copies if copy.key == key]
         for copy in copies:
             if copy.state is CopyState.FILLING:
                 copy.speed.measure(s.now)
-        speeds = [copy.speed for copy in copies]
-        slow = {copy.id: copy for copy in copies if is_slow(copy.speed, speeds) and copy.state is CopyState.FILLING}
+        slow = slow_ones(copies)
         blamed = {source.id for copy in slow.values() if (source := only_source(s, copy)) is not None}
         for copy in slow.values():
             source = only_source(s, copy)
@@ -40,8 +45,20 @@ def tell_stragglers(s: Step, model: ModelState) -> None:
         tell_queued(s, key, copies)
 
 
+def slow_ones(copies: list[Copy]) -> dict[CopyId, Copy]:
+    """Return the copies that fill slowly, each compared with those whose bytes go between the same zones.
+
+    A link between zones is slower than those within one: who reads over it is not slow for that.
+    """
+    speeds: dict[tuple[str, str], list[Speed]] = {}
+    for copy in copies:
+        speeds.setdefault(copy.route, []).append(copy.speed)
+    return {c.id: c for c in copies if c.state is CopyState.FILLING and is_slow(c.speed, speeds[c.route])}
+
+
 def tell_queued(s: Step, key: VersionKey, copies: list[Copy]) -> None:
     """Tell one reader that is ready to leave the source that it waits for in vain, if there is another."""
+    s.model(s.holder(copies[0])).index.late.update(copy.id for copy in copies if is_late(s, copy))
     waiting = held_up(s, copies)
     for copy in sorted(copies, key=lambda copy: (copy.depth, copy.id)) if waiting else ():
         source = only_source(s, copy)
@@ -52,7 +69,7 @@ def tell_queued(s: Step, key: VersionKey, copies: list[Copy]) -> None:
         if current is None or current.key != key or not reads_now(current, reader):
             continue
         told, avoid = current.told_late.setdefault(reader.shard, set()), current.avoid.get(reader.shard, {})
-        if source.id in told or not choose_among(s, s.group(reader), reader, key, True, {*avoid, *waiting}):
+        if source.id in told or not choose_among(s, reader, key, True, {*avoid, *waiting}):
             continue
         told.add(source.id)
         whose = s.holder(source).replica
@@ -79,7 +96,7 @@ def tell(s: Step, copy: Copy, source: Copy, key: VersionKey, slow: set[CopyId]) 
     avoid = current.avoid.get(reader.shard, {})
     if source.id in told or source.id in avoid or len(told) >= _MOST_TOLD:
         return
-    better = choose_among(s, s.group(reader), reader, key, True, {*avoid, *slow, source.id})
+    better = choose_among(s, reader, key, True, {*avoid, *slow, source.id})
     if not better or any(len(other.leases) > _MOST_READERS for other in better):
         return
     told.add(source.id)

@@ -10,6 +10,9 @@ from tensorhub_core.ids import ModelName, ReplicaName, VersionKey
 from tensorhub_core.schedule.sources import Candidate
 from tensorhub_core.state import (
     calling,
+    candidates,
+    choosing,
+    index,
     keeping,
     leases,
     machine,
@@ -17,7 +20,6 @@ from tensorhub_core.state import (
     reads,
     retention,
     rounds,
-    sourcing,
     staging,
     versions,
 )
@@ -52,10 +54,15 @@ def done_is_not_checked(patch: pytest.MonkeyPatch) -> None:
 def others_may_be_unfinished(patch: pytest.MonkeyPatch) -> None:
     """L14: beside the best source any other one is read, also one that is still filling."""
 
-    def more(reader: object, best: Candidate, candidates: list[Candidate]) -> list[Candidate]:
+    def idle(look: choosing.Look, best: Candidate) -> list[Candidate]:
+        everything = [c for c in look.s.state.copies.values() if (c.key, c.memory.layout) == (look.key, best.layout)]
+        return list(choosing.candidates(look, [copy.id for copy in everything], False))
+
+    def more(reader: object, best: Candidate, candidates: list[Candidate], most: int) -> list[Candidate]:
         return [other for other in candidates if other.copy != best.copy]
 
-    patch.setattr(sourcing, "choose_more", more)
+    patch.setattr(choosing, "idle_copies", idle)
+    patch.setattr(choosing, "choose_more", more)
 
 
 def suspected_keep_leases(patch: pytest.MonkeyPatch) -> None:
@@ -66,15 +73,12 @@ def suspected_keep_leases(patch: pytest.MonkeyPatch) -> None:
 def half_versions_are_whole(patch: pytest.MonkeyPatch) -> None:
     """L1: a version is offered before all its shards are published."""
 
-    def offered(s: sourcing.Step, model: object, key: object, *_: bool, **__: bool) -> object:
-        found = []
-        for group in s.state.models["policy"].groups.values():  # type: ignore[index]
-            copies = [w.copy for w in s.members(group) if w.copy is not None and w.copy.key == key]
-            if copies:
-                found.append((group, copies))
-        return found
+    def offered(s: index.Step, group: index.Group, key: VersionKey, silent: bool = False) -> object:
+        copies = [copy for w in s.members(group) if (copy := w.copy_of(key, index.OFFERED)) is not None]
+        return (any(copy.state is index.CopyState.DRAINING for copy in copies), copies) if copies else None
 
-    patch.setattr(sourcing, "offered_groups", offered)
+    patch.setattr(index, "offered_by", offered)
+    patch.setattr(choosing, "offered_by", offered)
 
 
 def promise_may_change(patch: pytest.MonkeyPatch) -> None:
@@ -104,7 +108,7 @@ def commit_shard_by_shard(patch: pytest.MonkeyPatch) -> None:
 
 def circles(patch: pytest.MonkeyPatch) -> None:
     """L14: readers may follow each other."""
-    patch.setattr(sourcing, "leads_to", lambda s, copy, reader: False)
+    patch.setattr(candidates, "leads_to", lambda s, copy, reader: False)
 
 
 def unverified_prefixes(patch: pytest.MonkeyPatch) -> None:
@@ -299,7 +303,7 @@ def test_the_worlds_notice(mutant: Patch, monkeypatch: pytest.MonkeyPatch) -> No
     for seed in range(400):
         shape, stages = [(2, 2, 1), (3, 1, 2), (4, 1, 1)][seed % 3], mutant in STAGING_MUTANTS
         retain = 1 + seed % 2 if mutant in RETENTION_MUTANTS else None
-        world = World(seed, *shape, checksums=seed % 2 == 0, stages=stages, retain=retain)
+        world = World(seed, *shape, checksums=seed % 2 == 0, stages=stages, retain=retain, places=False)
         world.keeper.parts.rate = 0  # none of these is about parts: what they break comes sooner
         try:
             for _ in range(3_000):

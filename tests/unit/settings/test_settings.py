@@ -12,7 +12,7 @@ from tensorhub_core.config import ClientConfig, ServerConfig
 from tensorhub_core.errors import ConfigError
 from tensorhub_core.settings import FILE_VARIABLE, Settings, keys, load_settings
 
-MOST_SETTINGS = 32
+MOST_SETTINGS = 33
 LAYERS = ("file", "environment", "cli", "argument")
 KEYS = keys()
 SAMPLES = {str: "text", int: 12_345, float: 12.5}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from tensorhub_core.schedule.policy import AUTO
 from tensorhub_core.state.messages import (
     Committed,
     DescribeVersion,
@@ -50,7 +53,7 @@ def fleet(hub: Hub) -> tuple[Peer, Peer]:
 
 
 def test_another_layout_reads_the_publisher_however_busy_and_far_it_is() -> None:
-    hub = Hub()
+    hub = Hub(policy=replace(AUTO, one_seed=False))  # or the later ones would wait for the first
     trainer, engine = worker(hub, "trainer", TRAINER, zone="far"), worker(hub, "engine", ENGINE, zone="near")
     trainer.publish(1, b"sums of float32", Published)
     sources(engine)
