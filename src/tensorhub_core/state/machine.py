@@ -14,6 +14,7 @@ from tensorhub_core.state import (
     leaving,
     membership,
     reads,
+    relieving,
     retention,
     rounds,
     staging,
@@ -195,6 +196,7 @@ def tick(s: Step) -> None:
         zones.check_leads(s, model)
         rounds.check_rounds(s, model)
         stragglers.tell_stragglers(s, model)
+        relieving.relieve(s, model)
     if s.now - s.state.swept_s >= blobs.KEEP_UNREFERENCED_S:
         blobs.sweep(s)
 
