@@ -48,6 +48,15 @@ def out_of_reach(s: Step, reader: Worker, key: VersionKey) -> set[CopyId]:
     return {c.id for w in holders if known.apart(reader, w, s.now) for c in w.copies() if c.key == key}
 
 
+def reads_in_vain(s: Step, reader: Worker) -> bool:
+    """Tell whether a reader most likely cannot reach any of its sources: nobody should queue behind it."""
+    known = s.state.reachability
+    if not reader.leases or not known.any_from(reader):
+        return False
+    sources = [s.state.copies[s.state.leases[lease].copy] for lease in reader.leases]
+    return all(known.apart(reader, s.holder(copy), s.now) for copy in sources)
+
+
 def holds(s: Step, group: Group, reader: Worker, current: Round, copies: Collection[Copy]) -> bool:
     """Tell whether a shard that was promised nothing yet had better wait than try copies that are out of its reach."""
     known = s.state.reachability

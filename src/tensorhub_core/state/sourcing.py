@@ -12,7 +12,7 @@ from tensorhub_core.state.index import mark
 from tensorhub_core.state.leases import add_awaited, grant, new_copy_id
 from tensorhub_core.state.links import crosses, place_of
 from tensorhub_core.state.manifests import content_of, may_be_followed, may_be_partial, sources_of
-from tensorhub_core.state.reaching import holds, out_of_reach
+from tensorhub_core.state.reaching import holds, out_of_reach, reads_in_vain
 from tensorhub_core.state.records import UNFINISHED, Copy, CopyState, Group, ModelState, Registration, Round, Worker
 from tensorhub_core.state.seeds import awaited_seed
 
@@ -97,10 +97,12 @@ def await_copy(s: Step, worker: Worker, current: Round) -> None:
     """Let readers queue behind a copy that its holder has yet to begin, where that is better than another queue.
 
     Or those who ask at the same moment would all read from the same holders: none of them is filling yet. One that
-    fetches a version from another zone is waited for however small it is.
+    fetches a version from another zone is waited for however small it is; one that tries what it cannot reach, never.
     """
     memory = worker.staging if current.kind == "stage" else worker.memory
     if memory is None or current.kind == "install" or worker.unfinished() is not None:
+        return
+    if reads_in_vain(s, worker):
         return
     copy = new_copy(s, worker, current, memory)
     is_seed = any(s.state.leases[lease].crosses for lease in worker.leases)

@@ -50,10 +50,10 @@ def slow_ones(copies: list[Copy]) -> dict[CopyId, Copy]:
 
     A link between zones is slower than those within one: who reads over it is not slow for that.
     """
-    speeds: dict[tuple[str, str], list[Speed]] = {}
+    best: dict[tuple[str, str], Speed] = {}
     for copy in copies:
-        speeds.setdefault(copy.route, []).append(copy.speed)
-    return {c.id: c for c in copies if c.state is CopyState.FILLING and is_slow(c.speed, speeds[c.route])}
+        best[copy.route] = max(best.get(copy.route, copy.speed), copy.speed, key=lambda speed: speed.bytes_per_s or 0.0)
+    return {c.id: c for c in copies if c.state is CopyState.FILLING and is_slow(c.speed, [best[c.route]])}
 
 
 def tell_queued(s: Step, key: VersionKey, copies: list[Copy]) -> None:

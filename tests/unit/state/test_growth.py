@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tensorhub_core.schedule.speed import Speed
 from tensorhub_core.state import names
 from tensorhub_core.state.events import Disconnected, Event, Received, Tick
 from tensorhub_core.state.messages import (
@@ -39,7 +40,8 @@ BOUND = 100
 EACH = 4
 """And for each message that is sent."""
 TICK = 8
-"""What a tick may look at for each worker."""
+TICK_READING = 20
+"""What a tick may look at for each worker, and for each that reads."""
 
 
 class Looked:
@@ -147,6 +149,17 @@ class CountingHub(Hub):
         """Assert that no message of these kinds has looked at more than it may."""
         assert {kind: self.most[kind] for kind in kinds if self.most[kind] > BOUND} == {}
         self.most.clear()
+
+
+def count_rates(patch: pytest.MonkeyPatch) -> None:
+    """Count how often it is looked how fast a copy fills: that is compared in lists of the moment."""
+    slot = Speed.__dict__["bytes_per_s"]
+
+    def read(speed: Speed) -> object:
+        Looked.count += 1
+        return slot.__get__(speed)
+
+    patch.setattr(Speed, "bytes_per_s", property(read, slot.__set__))
 
 
 @pytest.fixture
@@ -281,6 +294,37 @@ def test_to_be_heard_again(hub: CountingHub) -> None:
     for peer in peers[:50]:
         peer.call(Heartbeat(), Ok)
     hub.bounded("Heartbeat")
+
+
+def test_to_choose_among_many_holders(hub: CountingHub) -> None:
+    holders(hub)
+    peers = fleet(hub, "late", 20)
+    hub.most.clear()
+    for peer in peers:
+        read(peer, 0, b"one")
+    hub.bounded("JoinRound", "Filling", "Announce", "Done")
+
+
+def test_to_read_all_at_once(hub: CountingHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody is promised the version before anybody begins, and then all of them fill for a while."""
+    count_rates(monkeypatch)
+    peers = fleet(hub, count=512)
+    trainer = hub.hello("trainer")
+    trainer.register(b"layout")
+    trainer.publish(1, b"one", Published)
+    for peer in peers:
+        peer.answer(peer.join(0), Promise)
+    for peer in peers:
+        peer.call(Filling(0), Ok)
+    hub.bounded("JoinRound", "Filling")
+    for prefix in (1, 2):
+        for peer in peers:
+            peer.call(Announce(0, prefix, 100 * prefix), Ok)
+        rest(hub, [trainer, *peers], 4)
+    assert hub.most["Tick"] <= TICK_READING * len(peers)
+    for peer in peers:
+        peer.answer(peer.ask(Done(0, peer.put(b"one"))), Committed)
+    hub.bounded("Announce", "Done")
 
 
 def test_waits_that_were_answered_do_not_count(hub: CountingHub) -> None:
