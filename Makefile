@@ -4,7 +4,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 ENVS := $(PYTHON) -m tools.envs
 
-.PHONY: help setup envs env-vllm env-sglang env-megatron demo demo-quick demo-megatron demo-megatron-quick demo-sglang demo-sglang-quick test test-core test-vllm test-sglang test-megatron nightly-sim nightly-sglang lint format bench docs clean clean-cache
+.PHONY: help setup envs env-vllm env-sglang env-megatron demo demo-quick demo-megatron demo-megatron-quick demo-sglang demo-sglang-quick test test-core test-vllm test-sglang test-megatron nightly-sim nightly-sglang lint format bench bench-paper bench-paper-quick docs clean clean-cache
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,16 @@ format: setup  ## Let ruff rewrite what it can
 bench: setup  ## Measure, with ratios to raw transports and to peers in the same run (links need root)
 	@.venv/bin/python bench/mooncake_env.py
 	@.venv/bin/python bench/run.py
+
+bench-paper: setup  ## The paper's workloads: small and real in network namespaces (root), large in the simulator; figures (25 minutes)
+	@.venv/bin/python bench/clusters/run.py
+	@.venv/bin/python bench/growth.py
+	@.venv/bin/python -m bench.sim
+
+bench-paper-quick: setup  ## The same with small fleets (5 minutes); the figures of docs/ stay as they are
+	@.venv/bin/python bench/clusters/run.py --quick
+	@.venv/bin/python bench/growth.py --quick
+	@.venv/bin/python -m bench.sim --quick --figures .work/figures
 
 docs: setup  ## Write docs/protocol.md and the table of settings from the sources
 	@.venv/bin/python -m tools.gen_protocol
