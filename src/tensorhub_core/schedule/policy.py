@@ -19,9 +19,11 @@ class Policy:
     name: str
     follows: bool = True
     """Readers follow copies that still fill. Without it all read from whole copies: a star, N times as long as one."""
-    lag_bytes: int = 16 << 20
-    """How far a reader runs behind the copy that it follows. Measured with segments of 4 MiB: 8 to 19 MB a hop
-    (FACTS.md section 5), as much as is under way and not verified yet. A hop costs this share of a copy's time."""
+    lag_bytes: int = 0
+    """How far a reader runs behind the copy that it follows; a hop costs this share of a copy's time. What is under way
+    and not verified yet goes with the rate of the link: 1 MB at 200 Mbit/s, 8 to 19 MB at 4 GB/s (FACTS.md section 5),
+    600 MB at 22 GB/s. The server knows no rate before it has seen one, so `auto` takes a hop for free: a chain spares
+    the publisher whatever the size."""
     beside: float = 1 / 8
     """What a reader of a source on its own machine costs, in readers over the network: it uses no NIC. Not nothing:
     memory is shared too, so that ten neighbours form a tree and not a star."""
@@ -34,14 +36,15 @@ class Policy:
 
     def lag(self, total_bytes: int) -> float:
         """Return what a hop costs, in times of one copy: a small one is whole before it can be followed."""
-        return min(1.0, self.lag_bytes / total_bytes) if total_bytes > 0 else 1.0
+        return min(1.0, self.lag_bytes / total_bytes) if total_bytes > 0 else min(1.0, self.lag_bytes)
 
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         "auto": Policy(name="auto"),
+        "tree": Policy(name="tree", lag_bytes=16 << 20),
         "star": Policy(name="star", follows=False, one_seed=False),
-        "chain": Policy(name="chain", lag_bytes=0, one_seed=False),
+        "chain": Policy(name="chain", one_seed=False),
     }
 )
 AUTO = POLICIES["auto"]
