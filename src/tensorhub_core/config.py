@@ -35,8 +35,8 @@ class ServerConfig:
     )
     policy: str = _setting(
         "auto",
-        "how readers are spread over sources (docs/topology.md); star and chain are there to compare with",
-        choices=("auto", "star", "chain"),
+        "how readers are spread over sources (docs/topology.md); auto is for use, the others to compare with",
+        choices=("auto", "tree", "star", "chain"),
     )
     idle_s: float = _setting(60.0, "seconds without a worker after which the embedded server ends", least=0.0)
     runtime_dir: str | None = _setting(

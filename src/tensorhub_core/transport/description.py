@@ -35,7 +35,7 @@ class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     agent: str
     metadata: bytes
     digest: bytes
-    """xxh3_128 of `metadata` and `places`: NIXL does not recover from metadata that were cut off or damaged on the way."""
+    """xxh3_128 of `metadata` and `places`: NIXL does not recover from metadata that were cut off or damaged."""
     places: tuple[str, ...] = ()
     """Interfaces and addresses where it is served, for people; those that `metadata` needs are in there."""
 
