@@ -78,7 +78,7 @@ bench-paper: setup  ## The paper's workloads: small and real in network namespac
 	@.venv/bin/python bench/growth.py
 	@.venv/bin/python -m bench.sim
 
-bench-paper-quick: setup  ## The same with small fleets (5 minutes); the figures of docs/ stay as they are
+bench-paper-quick: setup  ## The same with small fleets (4 minutes); the figures of docs/ stay as they are
 	@.venv/bin/python bench/clusters/run.py --quick
 	@.venv/bin/python bench/growth.py --quick
 	@.venv/bin/python -m bench.sim --quick --figures .work/figures
