@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from tensorhub_core.errors import ServerUnreachable
-from tensorhub_core.server.embedded import embedded_address, running_address
+from tensorhub_core.server.embedded import running_address
 from tensorhub_core.settings import Settings, load_settings
 
 server_option = click.option(
@@ -38,13 +38,6 @@ def place_options(command: Callable[..., None]) -> Callable[..., None]:
         command(place={"zone": zone, "host": host, "rail": rail, "interface": interface}, **others)
 
     return placed
-
-
-def server_address(settings: Settings) -> str:
-    """Return the address of the server that the settings mean; starts the embedded one if none runs."""
-    if settings.client.server is not None:
-        return settings.client.server
-    return embedded_address(settings.client.connect_timeout_s, settings.server)
 
 
 def existing_server(server: str | None, **options: str | None) -> tuple[str, Settings]:

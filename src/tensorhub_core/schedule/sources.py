@@ -5,10 +5,10 @@ The cost of a source, the weightiest part first:
 1. It is about to leave: whoever reads from it holds it up.
 2. It is in another zone. What crosses zones is slow, and one copy for each zone is enough.
 3. The time it takes, in times of one copy over an idle link: readers on the busier of two links, with this one, and
-   the lag of every unfinished copy on the way (`Policy.lag`). The links are those that bytes leave the source's machine
-   by and arrive at the reader's by; they carry bytes both ways at once, so that N readers behind each other end in
-   about the time of one (FACTS.md section 5). A chain grows until its lag costs more than another reader at an earlier
-   holder. A source on the reader's own machine uses no such link.
+   the lag of every unfinished copy on the way (`Policy.lag`; `auto` counts none). The links are those that bytes leave
+   the source's machine by and arrive at the reader's by; they carry bytes both ways at once, so that N readers behind
+   each other end in about the time of one (FACTS.md section 5). A chain grows until its lag costs more than another
+   reader at an earlier holder. A source on the reader's own machine uses no such link.
 4. Fewer readers on its link, fewer unfinished copies before it, the same machine, the same NIC group; then the id.
 
 A reader prefers a copy of its own layout (raw, no resharding) over a replica of another layout, but not one in another
