@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -31,6 +33,9 @@ SGLANG = ".envs/sglang/bin"
 MEGATRON = ".envs/megatron/bin"
 RESULTS = ROOT / ".work" / "results"
 POLL_S = 0.1
+LAST_WORDS_S = 10.0
+"""How long what reached its limit has to say where it stood (pytest's fault handler does so)."""
+MOST_NAMED = 10
 
 ALONE = ("tests/processes", "tests/transport", "tests/readme", "tests/engines", "tests/walk")
 """Tests with real processes and engines, and the exhaustive walk: phases of their own."""
@@ -94,6 +99,8 @@ class Outcome:
     skipped: int
     took_s: float
     why: str
+    where: tuple[str, ...] = ()
+    """The tests that failed; of a phase that was not done, where its tests stood."""
 
 
 class Running:
@@ -132,9 +139,11 @@ class Running:
             code = self._process.poll()
             if code is None and took_s < self.phase.limit_s:
                 return None
-            self._why = (
-                f"not done after {self.phase.limit_s:.0f} s" if code is None else f"exit code {code}" * bool(code)
-            )
+            if code is None:
+                self._why = f"not done after {self.phase.limit_s:.0f} s"
+                _ask_where_it_stands(self._process)
+            elif code:
+                self._why = f"exit code {code}"
             self.end()
         if self._log is not None and self._log.exists():
             print(f"\n=== {self.phase.name}: its output", flush=True)
@@ -148,7 +157,10 @@ class Running:
         passed, failed, skipped = _count(self._report) if tests else (int(not why), int(bool(why)), 0)
         if tests and not why and passed == 0:
             why = "no test ran"
-        return Outcome(self.phase, passed, max(failed, int(bool(why))), skipped, took_s, why)
+        where = _named(self._report) if tests else ()
+        if not where and self._why and self._log is not None and self._log.exists():
+            where = _stood(self._log.read_text(errors="replace"))
+        return Outcome(self.phase, passed, max(failed, int(bool(why))), skipped, took_s, why, where)
 
     def end(self) -> None:
         """End it with all that it left running in its group."""
@@ -167,6 +179,28 @@ def _count(report: Path) -> tuple[int, int, int]:
         sum(int(suite.get(key, "0")) for suite in suites) for key in ("tests", "failures", "errors", "skipped")
     )
     return max(0, total - failures - errors - skipped), failures + errors, skipped
+
+
+def _ask_where_it_stands(process: subprocess.Popen[bytes]) -> None:
+    """Let all of its group say where they stand, as pytest's fault handler does before it dies."""
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal.SIGABRT)
+        process.wait(LAST_WORDS_S)
+
+
+def _named(report: Path) -> tuple[str, ...]:
+    """Return the names of the tests that failed, of a pytest report."""
+    if not report.exists():
+        return ()
+    cases = ElementTree.parse(report).getroot().iter("testcase")
+    failed = (case for case in cases if case.find("failure") is not None or case.find("error") is not None)
+    return tuple(f"{case.get('classname')}::{case.get('name')}" for case in failed)
+
+
+def _stood(log: str) -> tuple[str, ...]:
+    """Return the lines of tests that the fault handler's stacks in a log lead through."""
+    found = re.findall(r'^ +File "[^"]*?(tests/[^"]+)", line (\d+) in (\w+)$', log, re.MULTILINE)
+    return tuple(dict.fromkeys(f"{path}:{line} {function}" for path, line, function in found))
 
 
 def run(phases: Sequence[Phase]) -> list[Outcome]:
@@ -211,6 +245,7 @@ def main(names: list[str]) -> int:
         print(f"unknown phase {unknown[0]!r}; there are: {', '.join(known)}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the phases are ended too
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     RESULTS.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()
     outcomes = run([phase for phase in PHASES if not names or phase.name in names])
@@ -219,6 +254,9 @@ def main(names: list[str]) -> int:
         verdict = f"FAILED ({outcome.why})" if outcome.why else "ok"
         counts = f"{outcome.passed} passed, {outcome.failed} failed, {outcome.skipped} skipped"
         print(f"  {outcome.phase.name:<13} {outcome.took_s:7.1f} s  {counts:<36} {verdict}")
+    for outcome in outcomes:
+        for name in outcome.where[:MOST_NAMED]:
+            print(f"  {outcome.phase.name}: {name}")
     passed, failed, skipped = (
         sum(getattr(outcome, key) for outcome in outcomes) for key in ("passed", "failed", "skipped")
     )

@@ -89,6 +89,21 @@ def test_a_phase_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> None
     until(lambda: is_gone(child))
 
 
+def test_what_failed_is_named(tmp_path: Path) -> None:
+    outcome = ran(pytest_phase(tmp_path, "def test_a(): assert 0\ndef test_b(): pass\ndef test_c(): assert 0\n"))
+    assert [name.rpartition("::")[2] for name in outcome.where] == ["test_a", "test_c"]
+
+
+def test_tests_that_hang_are_named(tmp_path: Path) -> None:
+    """Also in the workers of pytest-xdist, of which one is done."""
+    (tests := tmp_path / "tests").mkdir()
+    command = pytest_phase(tests, "import time\ndef test_a(): time.sleep(300)\ndef test_b(): pass\n").command
+    hangs = Phase("hangs", (*command, "-n", "2"), 5, tests=True)
+    outcome, other = check.run([hangs, Phase("other", (sys.executable, "-c", "pass"), 30, lane="other")])
+    assert (outcome.failed, outcome.why, other.why) == (1, "not done after 5 s", "")
+    assert "tests/test_it.py:2 test_a" in outcome.where
+
+
 def test_settings_of_the_user_do_not_reach_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORHUB_SERVER", "tcp://10.0.0.1:1")
     program = "import os; exit(any(name.startswith('TENSORHUB_') for name in os.environ))"
