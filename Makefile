@@ -4,7 +4,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 ENVS := $(PYTHON) -m tools.envs
 
-.PHONY: help setup envs env-vllm env-sglang env-megatron demo demo-quick demo-megatron demo-megatron-quick demo-sglang demo-sglang-quick test test-core test-vllm test-sglang test-megatron nightly-sim nightly-sglang lint format bench bench-paper bench-paper-quick docs clean clean-cache
+.PHONY: help setup envs env-vllm env-sglang env-megatron demo demo-quick demo-megatron demo-megatron-quick demo-sglang demo-sglang-quick test test-core test-vllm test-sglang test-megatron nightly-sim nightly-property nightly-sglang lint format bench bench-paper bench-paper-quick docs clean clean-cache
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,7 +46,7 @@ test: setup env-vllm env-sglang env-megatron  ## Run every check that CI runs
 	@.venv/bin/python -m tools.check
 
 test-core: setup  ## Run the tests that need no engine
-	@.venv/bin/python -m tools.check unit walk processes readme
+	@.venv/bin/python -m tools.check unit pure processes readme
 
 test-vllm: setup env-vllm  ## Run the tests with a real vLLM
 	@.venv/bin/python -m tools.check vllm
@@ -59,6 +59,9 @@ test-megatron: setup env-megatron  ## Run the tests with a real Megatron-Core
 
 nightly-sim: setup  ## 50,000 simulated worlds, by all cores (hours); CI runs the first 300
 	@.venv/bin/python -m tests.sim --seeds 50000 --jobs $$(nproc) --keep-going
+
+nightly-property: setup  ## Properties with other random examples each time; CI draws the same ones
+	@.venv/bin/python -m pytest -q -n $$(nproc) --hypothesis-profile=default tests/property tests/unit
 
 nightly-sglang: setup env-sglang  ## Start SGLang as users do, by its command; CI forks its engines, which is faster
 	@.envs/sglang/bin/python -m pytest -q tests/engines/sglang/test_command.py

@@ -22,6 +22,7 @@ _folder = pytest.StashKey[Path]()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hide the user's settings, and keep an embedded server and its files inside this run."""
+    _draw_the_same_examples(config)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell's background job ignores Ctrl-C, and so would every command that a test interrupts.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,6 +34,19 @@ def pytest_configure(config: pytest.Config) -> None:
         home = folder / variable.lower()
         home.mkdir(mode=0o700)
         os.environ[variable] = str(home)
+
+
+def _draw_the_same_examples(config: pytest.Config) -> None:
+    """Let hypothesis draw the same examples each time: what fails, fails for everybody.
+
+    `make nightly-property` draws others.
+    """
+    with contextlib.suppress(ImportError):  # no environment of an engine has it
+        from hypothesis import settings
+
+        if config.getoption("--hypothesis-profile", None) is None:
+            settings.register_profile("same", derandomize=True, database=None)
+            settings.load_profile("same")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -4,7 +4,8 @@
     python -m tools.check mypy unit       some of them
 
 Phases of one lane run one after the other, the lanes side by side: engines wait more than they compute. What has short
-leases and deadlines comes before, in a lane that runs alone: beside others it would meet them on a slow machine.
+leases and deadlines comes before the others: beside them it would meet those on a slow machine. What only computes,
+under no clock, takes at the lowest priority what all of them leave of the processors.
 A failing phase does not keep the others from running; the exit code is 1 if any failed.
 """
 
@@ -36,9 +37,13 @@ POLL_S = 0.1
 LAST_WORDS_S = 10.0
 """How long what reached its limit has to say where it stood (pytest's fault handler does so)."""
 MOST_NAMED = 10
+LOWEST = 19
+"""The niceness of what takes only what others leave."""
 
-ALONE = ("tests/processes", "tests/transport", "tests/readme", "tests/engines", "tests/walk")
-"""Tests with real processes and engines, and the exhaustive walk: phases of their own."""
+PURE = ("tests/walk", "tests/sim", "tests/property")
+"""Tests that only compute: the exhaustive walk, worlds under a virtual clock, properties."""
+ALONE = ("tests/processes", "tests/transport", "tests/readme", "tests/engines", *PURE)
+"""They and tests with real processes and engines: phases of their own."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ class Phase:
 
 FIRST = "first"
 """The lane that runs before the others."""
+SPARE = "spare"
+"""The lane that runs beside all others, at the lowest priority."""
 
 
 def _pytest(name: str, python: str, *arguments: str, limit_s: float, lane: str = "core") -> Phase:
@@ -73,8 +80,8 @@ PHASES = (
     Phase("format", (f"{CORE}/ruff", "format", "--check", "."), 120),
     Phase("mypy", (f"{CORE}/mypy",), 600),
     Phase("imports", (f"{CORE}/lint-imports", "--cache-dir", ".work/imports"), 300),
-    _pytest("unit", f"{CORE}/python", "-n", "2", "tests", *(f"--ignore={path}" for path in ALONE), limit_s=1200),
-    _pytest("walk", f"{CORE}/python", "-n", "2", "tests/walk", limit_s=900),
+    _pytest("unit", f"{CORE}/python", "-n", "2", "tests", *(f"--ignore={path}" for path in ALONE), limit_s=1800),
+    _pytest("pure", f"{CORE}/python", "-n", "2", "--timeout=600", *PURE, limit_s=2700, lane=SPARE),
     _pytest("vllm", f"{VLLM}/python", "tests/engines/vllm", limit_s=1500, lane="engines"),
     _pytest(
         *("sglang", f"{SGLANG}/python", "tests/engines/sglang"),
@@ -125,9 +132,12 @@ class Running:
         environment.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", OMP_NUM_THREADS="1", TORCH_COMPILE_DISABLE="1")
         errors = subprocess.STDOUT if output else None
         try:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, start_new_session=True, stdout=output, stderr=errors
             )
+            if self.phase.lane == SPARE:
+                os.setpriority(os.PRIO_PROCESS, process.pid, LOWEST)
+            return process
         except OSError as error:
             self._why = f"could not start: {error}"
             return None
@@ -204,16 +214,10 @@ def _stood(log: str) -> tuple[str, ...]:
 
 
 def run(phases: Sequence[Phase]) -> list[Outcome]:
-    """Run phases in the repository's root, those of `FIRST` before the others; returns the outcomes in their order."""
-    first = [phase for phase in phases if phase.lane == FIRST]
-    others = [phase for phase in phases if phase.lane != FIRST]
-    return [outcome for part in (first, others) if part for outcome in _side_by_side(part)]
+    """Run phases in the repository's root; returns the outcomes, those of `FIRST` first.
 
-
-def _side_by_side(phases: Sequence[Phase]) -> list[Outcome]:
-    """Run lanes side by side; returns the outcomes in the order of the phases.
-
-    With one lane, output goes straight to the terminal; with several, a phase's whole output comes when it ends.
+    The lanes run side by side, all but `SPARE` after `FIRST`. With one lane, output goes straight to the terminal; with
+    several, a phase's whole output comes when it ends.
     """
     lanes: dict[str, deque[Phase]] = {}
     for phase in phases:
@@ -222,8 +226,9 @@ def _side_by_side(phases: Sequence[Phase]) -> list[Outcome]:
     outcomes: dict[str, Outcome] = {}
     try:
         while len(outcomes) < len(phases):
+            at_first = bool(lanes.get(FIRST)) or FIRST in running
             for lane, waiting in lanes.items():
-                if lane not in running and waiting:
+                if lane not in running and waiting and (lane in (FIRST, SPARE) or not at_first):
                     phase = waiting.popleft()
                     running[lane] = Running(phase, RESULTS / f"{phase.name}.log" if len(lanes) > 1 else None)
                 outcome = running[lane].outcome() if lane in running else None
@@ -234,7 +239,7 @@ def _side_by_side(phases: Sequence[Phase]) -> list[Outcome]:
     finally:
         for each in running.values():
             each.end()
-    return [outcomes[phase.name] for phase in phases]
+    return [outcomes[phase.name] for phase in sorted(phases, key=lambda phase: phase.lane != FIRST)]
 
 
 def main(names: list[str]) -> int:

@@ -179,7 +179,8 @@ def test_plans_that_convert_bring_what_slicing_and_torch_bring(
     plan = plan_read(destination, layouts, sums, exact=policy, cast=True)
     note(f"{destination}\n{layouts}\n{plan}")
     buffers, writes = execute(plan, destination, layouts, memory)
-    right = expected(destination, converted(model, others, truth))
+    # Between equal layouts the padding is copied too.
+    right = memory[0] if plan.raw else expected(destination, converted(model, others, truth))
     assert all(map(np.array_equal, buffers, right))
     assert max((int(count.max()) for count in writes if len(count)), default=0) <= 1
     dtypes = {each.name: each.dtype for each in model}

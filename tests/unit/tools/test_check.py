@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -160,6 +161,19 @@ def test_what_needs_the_machine_for_itself_runs_before_the_others(tmp_path: Path
     ]
     outcomes = check.run(phases)
     assert [(o.phase.name, o.why) for o in outcomes] == [("alone", ""), ("core", ""), ("engines", "")]
+
+
+def test_what_only_computes_begins_at_once_and_takes_what_is_left(tmp_path: Path) -> None:
+    wait = (
+        "import os, pathlib, sys, time\nmine, other, nice = sys.argv[1:]\npathlib.Path(mine).touch()\n"
+        "end = time.monotonic() + 20\nwhile not pathlib.Path(other).exists():\n    assert time.monotonic() < end\n"
+        "time.sleep(0.2)\nassert os.getpriority(os.PRIO_PROCESS, 0) - int(nice) == 0\n"
+    )
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    alone = Phase("alone", (sys.executable, "-c", wait, one, two, str(nice)), 30, lane=check.FIRST)
+    pure = Phase("pure", (sys.executable, "-c", wait, two, one, str(check.LOWEST)), 30, lane=check.SPARE)
+    assert [(o.phase.name, o.why) for o in check.run([alone, pure])] == [("alone", ""), ("pure", "")]
 
 
 def test_a_failure_in_one_lane_stops_no_other(tmp_path: Path) -> None:
