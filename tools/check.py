@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import psutil  # type: ignore[import-untyped]
+
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ".venv/bin"
 VLLM = ".envs/vllm/bin"
@@ -192,10 +194,17 @@ def _count(report: Path) -> tuple[int, int, int]:
 
 
 def _ask_where_it_stands(process: subprocess.Popen[bytes]) -> None:
-    """Let all of its group say where they stand, as pytest's fault handler does before it dies."""
-    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-        os.killpg(process.pid, signal.SIGABRT)
-        process.wait(LAST_WORDS_S)
+    """Let each of its processes say where it stands, as pytest's fault handler does before it dies.
+
+    One after the other: what two say at a time cannot be read.
+    """
+    deadline = time.monotonic() + LAST_WORDS_S
+    with contextlib.suppress(psutil.Error):
+        above = psutil.Process(process.pid)
+        for each in [*above.children(recursive=True), above]:
+            with contextlib.suppress(psutil.Error):
+                each.send_signal(signal.SIGABRT)
+                each.wait(max(0.0, min(1.0, deadline - time.monotonic())))
 
 
 def _named(report: Path) -> tuple[str, ...]:
