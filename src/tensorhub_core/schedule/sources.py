@@ -19,7 +19,6 @@ idle and whole: then they cost no other reader anything, and a chain behind one 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from tensorhub_core.ids import CopyId, Digest, ReplicaName
@@ -29,8 +28,7 @@ MOST_RAW_SOURCES = AUTO.most_sources
 """Copies of its own layout that a reader reads at the same time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where a worker runs; empty names are unknown and near nobody."""
 
     zone: str = ""
@@ -38,8 +36,7 @@ class Place:
     rail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Reader:
+class Reader(NamedTuple):
     """Who looks for a source: `ingress` others read over its NIC, and a hop costs `lag` of the time of its copy."""
 
     place: Place
@@ -48,8 +45,7 @@ class Reader:
     beside: float = AUTO.beside
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A copy that may be leased. `depth` counts the unfinished copies between its bytes and a whole one (0 = whole).
 
     `load` counts its readers, `egress` those on its NIC. `sums` digests its checksums; `converted`: its dtypes are not
@@ -168,6 +164,11 @@ def cost_of_replica(reader: Reader, shards: Sequence[Candidate]) -> ReplicaCost:
 def choose_replica(reader: Reader, replicas: Iterable[Sequence[Candidate]]) -> Sequence[Candidate] | None:
     """Return the best replica, all of whose shards are needed; each is a non-empty sequence of candidates."""
     return min(replicas, key=lambda shards: cost_of_replica(reader, shards), default=None)
+
+
+def has_rivals(reader: Reader, raw: Candidate | None) -> bool:
+    """Tell whether a replica of another layout may be preferred to the best copy of the reader's own."""
+    return raw is None or raw.draining or distance(reader.place, raw.place) > 0
 
 
 def prefers_replica(reader: Reader, raw: Candidate | None, shards: Sequence[Candidate] | None) -> bool:

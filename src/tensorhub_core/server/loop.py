@@ -191,17 +191,20 @@ class ServerLoop:
             if self._stopping:
                 return taken
             try:
-                identity = self._router.recv(_NOBLOCK, copy=False)
-                frames = self._rest_of_message(identity)
+                identity = self._router.recv(_NOBLOCK)
+                frames = self._rest_of_message()
             except zmq.Again:
                 return taken
             self.counters.received += 1
-            self._handle(SessionId(identity.bytes), frames)
+            self._handle(SessionId(identity), frames)
         return BATCH
 
-    def _rest_of_message(self, frame: zmq.Frame) -> list[bytes]:
-        """Return the frames after the identity; those that no message has are read but not kept."""
-        frames: list[bytes] = []
+    def _rest_of_message(self) -> list[bytes]:
+        """Return the frames after the identity, of which there is at least one; those that no message has are read
+        but not kept.
+        """
+        frame = self._router.recv(_NOBLOCK, copy=False)
+        frames = [frame.bytes]
         while frame.more:  # cheaper to ask than the socket
             frame = self._router.recv(_NOBLOCK, copy=False)
             if len(frames) <= _FRAMES_OF_A_MESSAGE:
@@ -221,12 +224,12 @@ class ServerLoop:
             self.counters.mismatched += 1
             text = f"the client speaks protocol {header.protocol}, this server speaks {PROTOCOL}: run the same release"
             self._limited.log("mismatch", logging.WARNING, text, self._clock.now())
-            self._answer(session, request, Failure(ProtocolMismatch.code, text))
+            self._answer(session, request, Failure(ProtocolMismatch.code, text), self._clock.now())
         except MalformedMessage as error:
             self.counters.malformed += 1
             self._limited.log("malformed", logging.WARNING, f"dropped a message: {error}", self._clock.now())
             if request:
-                self._answer(session, request, Failure(error.code, str(error)))
+                self._answer(session, request, Failure(error.code, str(error)), self._clock.now())
         else:
             self.counters.hellos += isinstance(message, Hello) and not message.observer
             self._step(Received(session, request, message))
@@ -246,14 +249,13 @@ class ServerLoop:
             except Exception as error:  # no message may end the server; the counter makes the fault visible
                 effects = self._step_failed(current, error)
             for effect in effects:
-                session = self._carry_out(effect)
+                session = self._carry_out(effect, now)
                 if session is not None and session not in lost:
                     lost.add(session)
                     events.append(Disconnected(session))
         # A deadline moves later by a tick only: with steady traffic it would otherwise never come.
-        due = self.state.next_deadline(self._clock.now())
-        if due is not None:
-            self._tick_at = due if self._tick_at is None else min(self._tick_at, due)
+        if self._tick_at is None:
+            self._tick_at = self.state.next_deadline(self._clock.now())
 
     def _step_failed(self, event: Event, error: Exception) -> list[Effect]:
         self.counters.errors += 1
@@ -264,22 +266,21 @@ class ServerLoop:
             return []
         return [Send(event.session, event.request, Failure(TensorHubError.code, f"the server had an {text}"))]
 
-    def _carry_out(self, effect: Effect) -> SessionId | None:
+    def _carry_out(self, effect: Effect, now: float) -> SessionId | None:
         """Carry out one effect; return the session that it could not reach."""
         if isinstance(effect, Send):
-            return None if self._answer(effect.session, effect.request, effect.message) else effect.session
+            return None if self._answer(effect.session, effect.request, effect.message, now) else effect.session
         if isinstance(effect, Drop):
             self._outbox.forget(effect.session)
         elif isinstance(effect, Log):
             level = _LEVELS.get(effect.level, logging.INFO)
-            self._limited.log(f"machine {effect.level}", level, effect.text, self._clock.now(), most=MACHINE_LINES)
+            self._limited.log(f"machine {effect.level}", level, effect.text, now, most=MACHINE_LINES)
         else:
             self._outdated_by, self._stopping = effect.epoch, True
         return None
 
-    def _answer(self, session: SessionId, request: int, message: Reply) -> bool:
+    def _answer(self, session: SessionId, request: int, message: Reply, now: float) -> bool:
         """Send a message if its receiver is there and reads; tell whether it was sent."""
-        now = self._clock.now()
         try:
             delivery = self._outbox.send(session, request, message, now)
         except MalformedMessage as error:

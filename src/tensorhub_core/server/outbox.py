@@ -44,7 +44,10 @@ class Outbox:
 
     def send(self, session: SessionId, request: int, message: Reply, now: float) -> Delivery:
         """Send or refuse at once; raises MalformedMessage if the message is over the protocol's limit."""
-        header, body = self._encode(request, message, now)
+        if isinstance(message, Blob) and len(message.data) >= LARGE_BYTES:
+            header, body = self._encode(request, message, now)
+        else:
+            header, body = encode(request, message)
         large = len(body) >= LARGE_BYTES
         if large and self._waiting_bytes(session) + len(body) > SESSION_BYTES:
             return Delivery.SLOW
@@ -73,10 +76,7 @@ class Outbox:
         for session in list(self._waiting):
             self._waiting_bytes(session)
 
-    def _encode(self, request: int, message: Reply, now: float) -> tuple[bytes, bytes]:
-        if not isinstance(message, Blob) or len(message.data) < LARGE_BYTES:
-            header, body = encode(request, message)
-            return header, body
+    def _encode(self, request: int, message: Blob, now: float) -> tuple[bytes, bytes]:
         cached = self._bodies.pop(message.digest, None)
         header, body = encode(request, message) if cached is None else (encode(request, _EMPTY)[0], cached[0])
         self._cached_bytes += len(body) if cached is None else 0

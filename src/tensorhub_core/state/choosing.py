@@ -19,6 +19,7 @@ from tensorhub_core.schedule.sources import (
     choose_replica,
     cost_of,
     cost_of_replica,
+    has_rivals,
     hosts_apart,
     prefers_replica,
 )
@@ -73,7 +74,7 @@ def choose_among(
     if not is_offered(look):
         return []
     best = best_copy(look, memory.layout)
-    shards = best_replica(look) if memory.portable else None
+    shards = best_replica(look) if memory.portable and has_rivals(look.here, best) else None
     if best is None or prefers_replica(look.here, best, shards):
         return [] if shards is None else [s.state.copies[c.copy] for c in shards]
     more = choose_more(look.here.place, best, idle_copies(look, best), s.state.config.policy.most_sources)

@@ -85,7 +85,8 @@ class Step:
 
     def members(self, group: Group) -> list[Worker]:
         """Return the group's workers in shard order."""
-        return [self.state.workers[group.members[shard]] for shard in sorted(group.members)]
+        workers = self.state.workers
+        return [workers[member] for member in group.members.values()]
 
     def holder(self, copy: Copy) -> Worker:
         """Return the worker in whose memory the copy lies."""

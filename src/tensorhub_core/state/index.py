@@ -27,6 +27,11 @@ def mark(s: Step, worker: Worker) -> None:
         stale[copy.key, worker.replica] = None
 
 
+def mark_copy(s: Step, worker: Worker, copy: Copy) -> None:
+    """Look again at what a replica has of the version of one of its copies, before the next choice."""
+    s.model(worker).index.stale[copy.key, worker.replica] = None
+
+
 def offered_by(s: Step, group: Group, key: VersionKey, silent: bool = False) -> tuple[bool, list[Copy]] | None:
     """Return the copies of all shards of a replica that offers a version, and whether any of them leaves; else None.
 
@@ -52,32 +57,39 @@ def describe(s: Step, model: ModelState, key: VersionKey, replica: ReplicaName) 
     group = model.groups.get(replica)
     if group is None:
         return None
-    found, slots, offer = offered_by(s, group, key), [], None
+    workers = s.members(group)
+    slots: list[Slot] = []
+    offer, unfinished = None, False
+    found = offered_by(s, group, key)
     if found is not None:
         leaving, copies = found
-        slots = [slot_of(s, copy, leaving) for copy in copies]
-        offer = Offer(
-            leaving,
-            all(copy.memory.portable for copy in copies),
-            any(copy.converted for copy in copies),
-            group.zone,
-            max(slot.level for slot in slots),
-            sum(len(copy.leases) for copy in copies),
-            replica,
-            tuple(sorted({slot.host for slot in slots} - {""})),
-        )
-    slots += [slot_of(s, copy, False) for copy in followed_of(s, group, key)]
-    unfinished = any((copy := w.unfinished()) is not None and copy.key == key for w in s.members(group))
+        slots = [slot_of(s, s.holder(copy), copy, leaving) for copy in copies]
+        offer = offer_of(group, leaving, copies, slots)
+    for worker in workers:
+        copy = worker.unfinished()
+        if copy is not None and copy.key == key:
+            unfinished = True
+            if s.state.config.policy.follows and not worker.suspected and may_be_followed(copy):
+                slots.append(slot_of(s, worker, copy, False))
     return Filed(tuple(slots), offer, unfinished) if slots or unfinished else None
 
 
-def slot_of(s: Step, copy: Copy, leaving: bool) -> Slot:
+def offer_of(group: Group, leaving: bool, copies: list[Copy], slots: list[Slot]) -> Offer:
+    """Return where a replica is to stand that offers all shards."""
+    portable, converted, level, load = True, False, 0, 0
+    for copy, slot in zip(copies, slots, strict=True):
+        portable, converted = portable and copy.memory.portable, converted or copy.converted
+        level, load = max(level, slot.level), load + len(copy.leases)
+    hosts = tuple(sorted({slot.host for slot in slots if slot.host}))
+    return Offer(leaving, portable, converted, group.zone, level, load, group.replica, hosts)
+
+
+def slot_of(s: Step, holder: Worker, copy: Copy, leaving: bool) -> Slot:
     """Return where a copy is to stand."""
-    holder = s.holder(copy)
     place = place_of(s, holder)
-    nic, unfinished = nic_of(place, holder), copy.state in UNFINISHED
-    egress = s.state.flows.egress.get(nic, 0)
-    flows, depth = max(egress, len(copy.leases)), copy.depth + 1 if unfinished else 0
+    nic = nic_of(place, holder)
+    egress, load = s.state.flows.egress.get(nic, 0), len(copy.leases)
+    flows, depth = egress if egress > load else load, copy.depth + 1 if copy.state in UNFINISHED else 0
     return Slot(copy.memory.layout, leaving, place.zone, egress, depth, flows, copy.id, machine_of(place), nic)
 
 

@@ -82,6 +82,8 @@ def l4_suspected_workers_read_nothing(state: ServerState) -> Iterator[str]:
 def l8_one_worker_per_place(state: ServerState) -> Iterator[str]:
     """Every place is held by one living worker of the right model, replica and shard."""
     for group in _groups(state):
+        if list(group.members) != sorted(group.members):
+            yield f"{group.replica} has its shards in the order {list(group.members)}"
         for shard, worker_id in group.members.items():
             worker = state.workers.get(worker_id)
             if worker is None or (worker.replica, worker.shard) != (group.replica, shard):

@@ -8,7 +8,7 @@ from tensorhub_core.ids import CopyId, LeaseId, VersionKey
 from tensorhub_core.state.bounds import MOST_CUTS
 from tensorhub_core.state.calling import is_orphaned
 from tensorhub_core.state.context import Step
-from tensorhub_core.state.index import mark
+from tensorhub_core.state.index import mark_copy
 from tensorhub_core.state.keeping import is_kept_back
 from tensorhub_core.state.links import forget_lease, note_lease
 from tensorhub_core.state.manifests import SUM_BYTES, known_sums, set_known
@@ -25,7 +25,7 @@ def grant(s: Step, group: Group, shard: int, round_number: int, copy: Copy) -> L
     note_lease(s, lease, copy)
     reader.leases.add(lease.id)
     copy.leases.add(lease.id)
-    s.model(reader).index.stale[copy.key, s.holder(copy).replica] = None
+    mark_copy(s, s.holder(copy), copy)
     return lease
 
 
@@ -67,7 +67,7 @@ def end_lease(s: Step, lease_id: LeaseId) -> Lease | None:
         note_broken(s, reader)
     if (copy := s.state.copies.get(lease.copy)) is not None:
         copy.leases.discard(lease_id)
-        mark(s, s.holder(copy))
+        mark_copy(s, s.holder(copy), copy)
         if copy.state is CopyState.DRAINING:
             s.touch(s.holder(copy))
     return lease
@@ -114,7 +114,7 @@ def drop_copy(s: Step, copy: Copy, reason: str) -> None:
         s.state.offloads.discard(copy.id)
         holder.offloads.remove(copy)
     s.note(holder, copy.key)
-    s.model(holder).index.stale[copy.key, holder.replica] = None
+    mark_copy(s, holder, copy)
     forget_holder(s, holder, copy.key)
     for lease_id in sorted(copy.leases):
         revoke_lease(s, lease_id, reason)
@@ -170,9 +170,10 @@ def add_offload(s: Step, worker: Worker, copy: Copy) -> None:
 
 def _hold(s: Step, worker: Worker, copy: Copy) -> None:
     s.state.copies[copy.id] = copy
-    mark(s, worker)
+    mark_copy(s, worker, copy)
     s.model(worker).holders.setdefault(copy.key, {})[worker.replica] = None
-    s.note(worker, copy.key)
+    if copy.state not in UNFINISHED:  # nobody keeps a version by what it has yet to get
+        s.note(worker, copy.key)
     s.touch(worker)
 
 

@@ -77,7 +77,7 @@ def step(state: ServerState, event: Event, now: float) -> tuple[ServerState, lis
     was_listening = state.in_grace(state.now_s)
     state.now_s = now
     if was_listening and not state.in_grace(now):
-        s.touched.update(state.models)
+        s.touched.add_all(state.models)
         retention.after_grace(s)
     if isinstance(event, Received):
         receive(s, event.session, event.request, event.message)
@@ -212,12 +212,12 @@ def settle(s: Step) -> None:
         if s.changed or s.kept:
             retention.settle(s)
         if s.touched:
-            model = s.state.models[s.touched.pop()]
+            model = s.state.models[s.touched.take()]
             looked.add(model.name)
-            s.touched_groups.update((model.name, replica) for replica in calling.callers(model))
+            s.touched_groups.add_all((model.name, replica) for replica in calling.callers(model))
             model.waiting = versions.settle_waits(s, model, model.waiting)
         if s.touched_groups:
-            name, replica = s.touched_groups.pop()
+            name, replica = s.touched_groups.take()
             looked.add(name)
             rounds.settle_round(s, s.state.models[name], replica)
             calling.note_settled(s, s.state.models[name], replica)

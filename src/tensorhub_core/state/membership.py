@@ -69,7 +69,7 @@ def hello(s: Step, session: SessionId, request: int, m: Hello) -> None:
         worker = admit(s, session, m)
         if group.replica not in model.groups:  # its last member has gone, perhaps from this very session
             add_group(s, model, group)
-        group.members[m.shard] = worker.id
+        take_place(group, worker)
         group.zone, group.host, group.spot, group.keeper, group.seeds = m.zone, m.host, m.spot, m.keeper, m.seeds
         for member in s.members(group):
             mark(s, member)
@@ -83,6 +83,13 @@ def hello(s: Step, session: SessionId, request: int, m: Hello) -> None:
     welcome(s, worker, request, group)
     take_back(s, worker, m)
     retention.take_back(s, worker, m)
+
+
+def take_place(group: Group, worker: Worker) -> None:
+    """Make a worker the one of its shard."""
+    group.members[worker.shard] = worker.id
+    if next(reversed(group.members)) < max(group.members):
+        group.members = dict(sorted(group.members.items()))
 
 
 def add_group(s: Step, model: ModelState, group: Group) -> None:

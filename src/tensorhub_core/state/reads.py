@@ -5,7 +5,7 @@ from __future__ import annotations
 from tensorhub_core.errors import CorruptTransfer, StateError, TensorHubError, error_from_wire
 from tensorhub_core.ids import CopyId, Digest, LeaseId
 from tensorhub_core.state.context import Step
-from tensorhub_core.state.index import mark
+from tensorhub_core.state.index import mark_copy
 from tensorhub_core.state.leases import (
     add_copy,
     drop_copy,
@@ -196,7 +196,7 @@ def done(s: Step, worker: Worker, request: int, m: Done) -> None:
     note_read(s, worker)
     joined.done_request, joined.done_sums, joined.orphaned_since_s = request, sums, None
     copy.converted = m.converted
-    mark(s, worker)
+    mark_copy(s, worker, copy)
     if not complete(s, copy, sums):
         stop_serving(s, copy, "there is no room for its checksums")
     copy.prefix, copy.done_bytes = copy.memory.num_segments, copy.memory.total_bytes
@@ -241,7 +241,7 @@ def commit(s: Step, group: Group, current: Round) -> None:
         copy.sums, copy.partial, copy.content = joined.done_sums, False, ()
         set_known(s, copy, b"")
         copy.state = CopyState.PUBLISHED if published else CopyState.HELD
-        mark(s, worker)
+        mark_copy(s, worker, copy)
         worker.dirty = worker.dirty and current.kind == "stage"
         if published:
             bind_manifest(s, worker, copy.key, copy.memory.layout, copy.sums, copy.memory.total_bytes)

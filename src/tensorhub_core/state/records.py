@@ -157,13 +157,19 @@ class Worker:
 
     def kept_copy(self, key: VersionKey) -> Copy | None:
         """Return a finished copy of a version that is not only staged, one that takes new readers before others."""
-        copies = (self.copy, self.offload_of(key))
-        found = [copy for copy in copies if copy is not None and copy.key == key and copy.state in OFFERED]
-        return min(found, key=lambda copy: copy.state is CopyState.DRAINING) if found else None
+        own = self.copy if self.copy is not None and self.copy.key == key and self.copy.state in OFFERED else None
+        if not self.offloads or (own is not None and own.state is CopyState.PUBLISHED):
+            return own
+        other = self.offload_of(key)
+        if other is None or other.state not in OFFERED:
+            return own
+        return other if own is None or other.state is CopyState.PUBLISHED else own
 
     def filling(self) -> Copy | None:
-        """Return the copy that the worker's round fills; there is at most one."""
-        return next((copy for copy in self.copies() if copy.state is CopyState.FILLING), None)
+        """Return the copy that the worker's round fills; there is at most one, and no offload copy is filled."""
+        if self.copy is not None and self.copy.state is CopyState.FILLING:
+            return self.copy
+        return self.staged if self.staged is not None and self.staged.state is CopyState.FILLING else None
 
     def unfinished(self) -> Copy | None:
         """Return the copy that the worker's round fills or is about to fill."""
@@ -171,8 +177,13 @@ class Worker:
 
     def copy_of(self, key: VersionKey, states: Collection[CopyState]) -> Copy | None:
         """Return a copy of a version in one of these states, one that takes new readers before a draining one."""
-        found = [copy for copy in self.copies() if copy.key == key and copy.state in states]
-        return min(found, key=lambda copy: copy.state is CopyState.DRAINING) if found else None
+        found: Copy | None = None
+        for copy in (self.copy, self.staged, self.awaited, *self.offloads):
+            if copy is not None and copy.key == key and copy.state in states:
+                if copy.state is not CopyState.DRAINING:
+                    return copy
+                found = found or copy
+        return found
 
 
 @dataclass(slots=True)
@@ -250,6 +261,7 @@ class Group:
     seeds: bool = False
     """It exists to bring versions into its zone (`tensorhub seed --zone`)."""
     members: dict[int, WorkerId] = field(default_factory=dict)
+    """By shard, and in the order of the shards."""
     rounds: dict[int, Round] = field(default_factory=dict)
     next_round: int = 0
     first_round: int | None = None
@@ -265,7 +277,11 @@ class Group:
 
     def open_round(self) -> Round | None:
         """Return the round whose turn it is: the oldest one without a verdict."""
-        return min((r for r in self.rounds.values() if r.verdict is None), key=lambda r: r.number, default=None)
+        found: Round | None = None
+        for current in self.rounds.values():
+            if current.verdict is None and (found is None or current.number < found.number):
+                found = current
+        return found
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from tensorhub_core.ids import CopyId
 from tensorhub_core.state.choosing import choose_by_scan
 from tensorhub_core.state.context import Step
-from tensorhub_core.state.index import mark
+from tensorhub_core.state.index import mark_copy
 from tensorhub_core.state.leases import revoke_lease, source_of
 from tensorhub_core.state.manifests import (
     content_of,
@@ -111,7 +111,7 @@ def refresh_sums(s: Step, current: Round, worker: Worker) -> None:
     if not (content and content == copy.content):
         copy.partial = copy.offered and not sums and may_be_partial(worker, copy.memory, content)
     copy.sums, copy.content = sums, content
-    mark(s, worker)
+    mark_copy(s, worker, copy)
     if not stands or sums:
         set_known(s, copy, b"")
     if not stands:

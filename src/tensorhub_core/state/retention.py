@@ -13,7 +13,7 @@ from tensorhub_core.errors import CorruptTransfer, StateError, TensorHubError, e
 from tensorhub_core.ids import CopyId, Digest, ReplicaName, VersionKey
 from tensorhub_core.state.candidates import leads_to
 from tensorhub_core.state.context import Step
-from tensorhub_core.state.index import mark
+from tensorhub_core.state.index import mark_copy
 from tensorhub_core.state.keeping import (
     is_free,
     is_kept_back,
@@ -213,7 +213,7 @@ def refuse(s: Step, model: ModelState, group: Group, worker: Worker, record: Ver
     if group.spot:
         return give_up(s, model, group, record, f"no room for an offload copy: {failed.message}")
     copy.state = CopyState.PUBLISHED
-    mark(s, worker)
+    mark_copy(s, worker, copy)
     s.state.draining.discard(copy.id)
     forget_task(s, model, worker)
     request, worker.unpublish_request = worker.unpublish_request, None
@@ -338,7 +338,7 @@ def drop_needless(s: Step, model: ModelState) -> None:
         if worker.model != model.name or (needed := is_needed(s, model, copy)) == (copy.state is CopyState.PUBLISHED):
             continue
         copy.state = CopyState.PUBLISHED if needed else CopyState.DRAINING
-        mark(s, worker)
+        mark_copy(s, worker, copy)
         (s.state.draining.discard if needed else s.state.draining.add)(copy.id)
         review(s, model.name, worker.replica, copy.key)
         s.touched.add(model.name)

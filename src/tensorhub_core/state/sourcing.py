@@ -8,7 +8,7 @@ from tensorhub_core.ids import Digest, VersionKey
 from tensorhub_core.schedule.speed import Speed
 from tensorhub_core.state.choosing import choose_among, offered_groups
 from tensorhub_core.state.context import Step
-from tensorhub_core.state.index import mark
+from tensorhub_core.state.index import mark_copy
 from tensorhub_core.state.leases import add_awaited, grant, new_copy_id
 from tensorhub_core.state.links import crosses, place_of
 from tensorhub_core.state.manifests import content_of, may_be_followed, may_be_partial, sources_of
@@ -55,7 +55,7 @@ def lease_shard(s: Step, group: Group, shard: int, current: Round, promised: boo
     current.leases[shard] = [grant(s, group, shard, current.number, copy).id for copy in copies]
     if (unfinished := reader.unfinished()) is not None:
         note_sources(s, reader, unfinished, copies)
-        mark(s, reader)
+        mark_copy(s, reader, unfinished)
         unfinished.speed, unfinished.advanced_s = Speed(), s.now
     return bool(copies)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from tensorhub_core.errors import StateError
 from tensorhub_core.ids import Digest
 from tensorhub_core.state.context import Step
-from tensorhub_core.state.index import mark
+from tensorhub_core.state.index import mark_copy
 from tensorhub_core.state.leases import drop_copy
 from tensorhub_core.state.messages import Ok, RegisterStaging, Unstage
 from tensorhub_core.state.records import CopyState, Worker
@@ -41,7 +41,7 @@ def unstage(s: Step, worker: Worker, request: int, _: Unstage) -> None:
     if worker.unstage_request is not None and worker.unstage_request != request:
         s.fail(worker, worker.unstage_request, StateError("another discard() has taken over"))
     worker.staged.state = CopyState.DRAINING
-    mark(s, worker)
+    mark_copy(s, worker, worker.staged)
     worker.unstage_request = request
     s.state.draining.add(worker.staged.id)
     s.touch(worker)

@@ -9,7 +9,7 @@ from tensorhub_core.errors import StateError, TensorHubError, VersionConflict
 from tensorhub_core.ids import Digest, VersionKey
 from tensorhub_core.state import zones
 from tensorhub_core.state.context import Step
-from tensorhub_core.state.index import mark
+from tensorhub_core.state.index import mark_copy
 from tensorhub_core.state.keeping import check_room, kept_copies
 from tensorhub_core.state.leases import add_copy, drop_copy, new_copy_id
 from tensorhub_core.state.messages import Available, Ok, Publish, Published, Unpublish, Wait
@@ -314,7 +314,7 @@ def unpublish(s: Step, worker: Worker, request: int, _: Unpublish) -> None:
         s.fail(worker, worker.unpublish_request, StateError("another unpublish() has taken over"))
     if copy.state is CopyState.PUBLISHED:
         copy.state, copy.draining_since_s = CopyState.DRAINING, s.now
-        mark(s, worker)
+        mark_copy(s, worker, copy)
         s.state.draining.add(copy.id)
     worker.unpublish_request, worker.offload_asked, worker.offload_failed = request, None, None
     model = s.model(worker)
