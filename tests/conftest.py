@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -17,12 +18,16 @@ import pytest
 _MULTIPROCESSING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 _EMBEDDED_SERVER = "tensorhub_core.server"
 _END_TIMEOUT_S = 10.0
+_PR_SET_PDEATHSIG = 1
 _folder = pytest.StashKey[Path]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hide the user's settings, and keep an embedded server and its files inside this run."""
     _draw_the_same_examples(config)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # A forked child has the pipes of pytest-xdist: if it outlives its worker, nobody hears of the worker's end.
+        os.register_at_fork(after_in_child=_die_with_the_parent)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell's background job ignores Ctrl-C, and so would every command that a test interrupts.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -34,6 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
         home = folder / variable.lower()
         home.mkdir(mode=0o700)
         os.environ[variable] = str(home)
+
+
+def _die_with_the_parent() -> None:
+    """Have this process killed when the thread ends that has forked it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _draw_the_same_examples(config: pytest.Config) -> None:

@@ -194,9 +194,11 @@ class Session:
 
     def forget(self, number: int) -> None:
         """Not wait for a reply any more."""
-        with self._lock:
-            if self._over is None and os.getpid() == self.pid:
-                self._commands.append((number, None))
+        # In a forked child nobody may be there to free the lock.
+        if os.getpid() == self.pid:
+            with self._lock:
+                if self._over is None:
+                    self._commands.append((number, None))
 
     def say_hello_again(self) -> None:
         """Ask for a new welcome, as after a lost connection."""
