@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from tensorhub_core.transport.base import Batch, PeerId, ReadId, ReadState, Regi
 from tensorhub_core.transport.faults import FaultPlan, FaultyTransport
 from tensorhub_core.transport.memory import MemoryNetwork, MemoryTransport
 from tensorhub_core.transport.registry import make_transport
-from tests.transport.peer import seeded
+from tests.transport.peer import count_up, seeded
 
 HAS_NIXL = importlib.util.find_spec("nixl") is not None  # importing it here would set its logging up
 needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed")
@@ -61,6 +62,9 @@ class Peer(Protocol):
 
     def revoke(self) -> None:
         """Let it drop its serving side and unmap the memory."""
+
+    def count(self) -> None:
+        """Let it write words that count up into its first eight bytes, from now on."""
 
     def alive(self) -> bool:
         """Tell whether its process lives."""
@@ -165,6 +169,11 @@ class ProcessPeer:
         self.damaged = True
         self._ask("revoke")
 
+    def count(self) -> None:
+        """Tell it to count up."""
+        self.damaged = True
+        self._ask("count")
+
     def alive(self) -> bool:
         """Tell whether it still answers."""
         return self.process.poll() is None and self._ask("nothing") == {}
@@ -224,12 +233,17 @@ class MemoryPeer:
         self._transport.revoke()
         self._memory[:] = 0
 
+    def count(self) -> None:
+        """Count up on a thread of its own."""
+        threading.Thread(target=count_up, args=(self.address, self.alive), daemon=True).start()
+
     def alive(self) -> bool:
         """Tell whether it was not killed."""
         return self._alive
 
     def end(self) -> None:
         """Leave the network."""
+        self._alive = False
         self._transport.shutdown()
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+import threading
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorhub_core.client.prefix_word import word_of
 from tensorhub_core.transport.base import Region
 from tensorhub_core.transport.registry import make_transport
+
+TAG = 0x1234_5678
 
 
 def seeded(seed: int, size: int) -> NDArray[np.uint8]:
@@ -36,11 +41,22 @@ def main() -> None:
             # What a worker does before its memory is freed.
             transport.revoke()
             libc.munmap(address, size)
+        elif line.strip() == "count":
+            # What a worker does whose copy is followed.
+            threading.Thread(target=count_up, args=(address,), daemon=True).start()
         elif line.strip() == "serve":
             transport.register([Region(address, size)])
             say({"description": transport.describe().hex(), "address": address})
             continue
         say({})
+
+
+def count_up(address: int, goes_on: Callable[[], bool] = lambda: True) -> None:
+    """Write one word after the other at an address, in one store each."""
+    word, segments = ctypes.c_uint64.from_address(address), 0
+    while goes_on():
+        segments += 1
+        word.value = word_of(TAG, segments)
 
 
 def say(message: object) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorhub_core.client.prefix_word import WORD_BYTES, tag_of
 from tensorhub_core.client.reading import SourceAccess
 from tensorhub_core.client.sums import unpack_first_sums, unpack_sums
 from tensorhub_core.clock import Deadline
@@ -24,7 +25,7 @@ from tensorhub_core.layout.read_plan import ReadPlan
 from tensorhub_core.layout.segments import SegmentTable, segment_table
 from tensorhub_core.layout.types import Layout, Placement
 from tensorhub_core.state.messages import Blob, GetBlob, Reply, Request, Source
-from tensorhub_core.transport.description import no_way, ways_of
+from tensorhub_core.transport.description import AUTO, no_way, ways_of
 
 Call = Callable[[Request, Deadline], Reply]
 _CACHED_BYTES = 64 << 20
@@ -133,6 +134,8 @@ class SourceBook:
             prefix=readable,
             converted=source.converted,
             known=known_sums,
+            word=0 if source.partial else placement.word,
+            tag=tag_of(source.sums),
         )
 
     def _layout(self, digest: bytes, deadline: Deadline) -> KnownLayout:
@@ -176,11 +179,12 @@ class SourceBook:
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """A checked placement: `addresses` u64 [storages], one device name per storage."""
+    """A checked placement: `addresses` u64 [storages], one device name per storage, where it shows its progress."""
 
     agent: bytes
     addresses: NDArray[np.uint64]
     devices: tuple[str, ...]
+    word: int = 0
 
 
 def decode_placement(data: bytes, known: KnownLayout, transport: str) -> Whereabouts:
@@ -193,6 +197,8 @@ def decode_placement(data: bytes, known: KnownLayout, transport: str) -> Whereab
     except (msgspec.DecodeError, RecursionError) as error:
         raise LayoutMismatch(f"a placement cannot be read: {error}") from None
     offered = ways_of(placement.transport, placement.agent)
+    if placement.transport == AUTO and set(placement.device_names) - {"cpu"}:
+        offered &= {"nixl"}  # the other ways serve no more of it than where it shows its progress
     if not ways_of(transport) & offered:
         raise TransportError(no_way(transport, offered))
     storages = len(known.layout.storages)
@@ -205,5 +211,7 @@ def decode_placement(data: bytes, known: KnownLayout, transport: str) -> Whereab
     np.add.at(lengths, known.table.storage, known.table.length_bytes)
     if bool((addresses > np.uint64(2**64 - 1) - lengths).any()) or bool(((addresses == 0) & (lengths > 0)).any()):
         raise LayoutMismatch("a placement names memory that cannot exist")
+    if placement.word % WORD_BYTES or not 0 <= placement.word <= 2**64 - WORD_BYTES:
+        raise LayoutMismatch("a placement shows its progress where no memory can be")
     devices = tuple(placement.device_names[index] for index in placement.devices)
-    return Whereabouts(placement.agent, addresses, devices)
+    return Whereabouts(placement.agent, addresses, devices, placement.word)

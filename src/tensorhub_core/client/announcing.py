@@ -14,6 +14,9 @@ from tensorhub_core.state.messages import Reply
 
 ANNOUNCE_S = 0.02
 """Least time between two announcements of a longer prefix."""
+SEEN_S = 0.2
+"""The same where followers see the prefix for themselves (`prefix_word`): the hub needs it to choose sources by, and
+tells those who cannot look."""
 STATUS_S = 0.5
 """Least time between two that only show how many bytes have come."""
 UNANSWERED_S = 2.0
@@ -35,15 +38,17 @@ class Announcing:
         """Announce everything anew: what was announced counts no more."""
         self.told = (0, 0)
 
-    def is_due(self, figures: tuple[int, int], life: int, now: float) -> bool:
+    def is_due(self, figures: tuple[int, int], life: int, now: float, seen: bool = False) -> bool:
         """Tell whether to announce these figures now, in this life of the session.
 
-        An answer that an earlier life owes never comes.
+        `seen`: followers see the prefix for themselves; the first one is announced as soon as ever. An answer that an
+        earlier life owes never comes.
         """
         since_s = now - self._told_s
         if self._unanswered is not None and self._life == life and since_s < UNANSWERED_S:
             return False
-        return figures != self.told and since_s >= (self._announce_s if figures[0] > self.told[0] else STATUS_S)
+        longer_s = max(self._announce_s, SEEN_S) if seen and self.told[0] else self._announce_s
+        return figures != self.told and since_s >= (longer_s if figures[0] > self.told[0] else STATUS_S)
 
     def note(self, figures: tuple[int, int], life: int, now: float) -> Callable[[Reply], None]:
         """Note an announcement; returns what to call with its answer."""

@@ -21,16 +21,10 @@ from tensorhub_core.client.exactness import WHOLE_SEGMENTS, Exactness, carried_o
 from tensorhub_core.client.machine import step
 from tensorhub_core.client.memory import FilledMemory
 from tensorhub_core.client.moves import content, lease_of
+from tensorhub_core.client.prefix_word import tag_of
 from tensorhub_core.client.progress import CheckCallback, ProgressCallback, ReadProgress, breaks
 from tensorhub_core.client.progressive import Progressive, right_by, with_sums
-from tensorhub_core.client.reading import (
-    Destination,
-    Executor,
-    ReadEnd,
-    ReadHandle,
-    ReadOutcome,
-    SourceAccess,
-)
+from tensorhub_core.client.reading import Destination, Executor, ReadEnd, ReadHandle, ReadOutcome, SourceAccess
 from tensorhub_core.client.rounds import (
     Abandon,
     Advance,
@@ -163,6 +157,8 @@ class RoundDriver:
                 if self._end is None:
                     self.post(Broken(error))
         self._progress.end()
+        if self._end.error is not None:
+            self._show(None)
         self._asker.close()
         return self._end
 
@@ -328,14 +324,21 @@ class RoundDriver:
             # What no read fills (padding outside of every box) has to come through a shadow unchanged.
             memory.collect()
             self._collected = True
+        self._show(plan)
         for lease in [access.lease for access in self._accesses]:
             self._hear_sums(lease)
         self._accesses = [self._readable(access) for access in self._accesses]
-        destination = Destination(memory.layout, memory.table, memory.addresses, memory.devices, memory.buffers)
-        self._handle = self._parts.executor.start(plan, self._accesses, destination, self._verified, self._progress)
+        into = Destination(memory.layout, memory.table, memory.addresses, memory.devices, memory.buffers, memory.page)
+        self._handle = self._parts.executor.start(plan, self._accesses, into, self._verified, self._progress)
         if self._parts.exactness.ask:
             self._asker.begin(plan, self._accesses, self._sources_today(), self._verified, self._handle)
             self._ask_sums()
+
+    def _show(self, plan: ReadPlan | None) -> None:
+        """Let followers see how far the read by a plan comes, if they verify it by a manifest; not what was before."""
+        raw = plan is not None and plan.raw and not any(source.partial for source in self._state.sources)
+        seen = raw and self._state.offer and self._state.prefix
+        self._progress.show(self._parts.memory.page, tag_of(self._state.sources[0].sums) if seen else None)
 
     def _readable(self, access: SourceAccess) -> SourceAccess:
         """Return the access with as much to read as is known by now: sources go on filling while others plan."""
@@ -377,7 +380,7 @@ class RoundDriver:
             prefix = own.count
         elif not (plan.raw and self._state.offer and self._state.prefix):
             prefix = 0
-        if self._announcing.is_due((prefix, done_bytes), self.life, now):
+        if self._announcing.is_due((prefix, done_bytes), self.life, now, self._progress.shown is not None):
             before = self._announcing.told[0]
             sums = b"" if own is None else own.packed(before, MOST_CUTS)
             prefix = prefix if own is None else before + len(sums) // 8

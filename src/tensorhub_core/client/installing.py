@@ -177,6 +177,7 @@ class InstallDriver(RoundDriver):
         self.post(Planned(self._converted))
 
     def _read(self) -> None:
+        self._show(None)
         self._handle = LocalCopy(self._copies, self._progress, copy_threads())
 
     def _wait(self, handle: ReadHandle) -> ReadOutcome | None:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorhub_core.client.device import TorchMemory
+from tensorhub_core.client.prefix_word import PrefixPage
 from tensorhub_core.client.regions import Span, coalesce
 from tensorhub_core.client.sums import host_sums, segment_sums
 from tensorhub_core.client.tensors import Tensors, View, check_geometry, marks_of, named_tensors, view_of
@@ -67,6 +68,8 @@ class FilledMemory(Protocol):
     def devices(self) -> tuple[str, ...]: ...
     @property
     def buffers(self) -> tuple[NDArray[np.uint8] | None, ...]: ...
+    @property
+    def page(self) -> PrefixPage: ...
 
     def collect(self) -> None:
         """Bring in what a read may leave as it is, before the first one."""
@@ -117,6 +120,7 @@ class RegisteredMemory:
         self.devices: tuple[str, ...] = tuple(s.view.device for s in self.storages)
         self.buffers: tuple[NDArray[np.uint8] | None, ...] = tuple(s.buffer for s in self.storages)
         self.total_bytes: int = self.table.total_bytes
+        self.page = PrefixPage()
 
     def _storage_names(self) -> list[tuple[str, ...]]:
         return [tuple(self.layout.tensors[index].name for index in indices) for indices in self.layout.storages]
@@ -142,7 +146,7 @@ class RegisteredMemory:
         return not self.layout.tag
 
     def regions(self) -> list[Region]:
-        """Return the few regions of memory to register with a transport."""
+        """Return the few regions of memory to register with a transport, beside the page."""
         return coalesce(self._span(storage) for storage in self.storages)
 
     def _span(self, storage: StorageMemory) -> Span:
@@ -157,7 +161,8 @@ class RegisteredMemory:
         index = {name: number for number, name in enumerate(names)}
         devices = bytes(index[device] for device in self.devices)
         addresses = self.addresses.astype("<u8").tobytes()
-        return msgspec.msgpack.encode(Placement(transport, agent, addresses, names, devices))
+        word = self.page.address if agent else 0
+        return msgspec.msgpack.encode(Placement(transport, agent, addresses, names, devices, word))
 
     def gone(self) -> str | None:
         """Return the name of a tensor whose registered bytes are not there any more, even if nobody holds it.

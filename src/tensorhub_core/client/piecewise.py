@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tensorhub_core.client.awaiting import Bell
 from tensorhub_core.client.memory import RegisteredMemory
 from tensorhub_core.client.portions import Portion, arena_bytes, cut_portions
+from tensorhub_core.client.prefix_word import PrefixPage
 from tensorhub_core.client.runner import StagedVersion
 from tensorhub_core.client.staged_memory import Arena
 from tensorhub_core.client.sums import segment_sums
@@ -40,6 +41,7 @@ class PassingMemory(RegisteredMemory):
         self.addresses = np.zeros(len(layout.storages), np.uint64)
         self.devices = ("cpu",) * len(layout.storages)
         self.total_bytes = self.table.total_bytes
+        self.page = PrefixPage()
 
     def regions(self) -> list[Region]:
         """Return the arena: where reads may land."""
@@ -111,6 +113,11 @@ class Passage:
         """Return where its storages lie, u64 [storages]; only once there is room."""
         begin, _ = self._rooms[self._ticket]
         return np.uint64(self._arena.address + begin) + self.portion.offsets_bytes
+
+    @property
+    def page(self) -> PrefixPage:
+        """Return where the words of sources land; what passes is shown to nobody."""
+        return self.memory.page
 
     @property
     def devices(self) -> tuple[str, ...]:

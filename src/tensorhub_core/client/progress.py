@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from tensorhub_core.client.prefix_word import PrefixPage
 from tensorhub_core.client.reading import ReadHandle
 from tensorhub_core.layout.types import Layout
 
@@ -26,16 +27,25 @@ class ReadProgress:
         self._broken = broken
         self._called_s = 0.0
         self.replicas: dict[str, str] = {}
+        self.shown: tuple[PrefixPage, int] | None = None
+        """Where followers see how far the read is, and the tag of what is read."""
         self.figures = (0, 0)
         """(verified reads from the start of the plan, verified bytes); replaced as a whole."""
 
     def end(self) -> None:
         """Let go of the round, so that its memory goes when it is dropped and not with some later collection."""
-        self._callback, self._broken = None, lambda error: None
+        self._callback, self._broken, self.shown = None, lambda error: None, None
+
+    def show(self, page: PrefixPage, tag: int | None) -> None:
+        """Let followers see from now on how far the next read is, of what has this tag (None: of nothing)."""
+        page.clear()
+        self.shown = None if tag is None else (page, tag)
 
     def on_progress(self, prefix: int, done_bytes: int, total_bytes: int, lease: str) -> None:
         """Hear how far the read is; on the executor's thread."""
-        self.figures = (prefix, done_bytes)
+        shown, self.figures = self.shown, (prefix, done_bytes)
+        if shown is not None:
+            shown[0].show(shown[1], prefix)
         now = time.monotonic()
         if self._callback is None or (now - self._called_s < _CALLBACK_S and done_bytes < total_bytes):
             return

@@ -10,11 +10,12 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from tensorhub_core.client.account import Account
 from tensorhub_core.client.backlog import Backlog
 from tensorhub_core.client.flow import FlowSettings
 from tensorhub_core.client.lanes import Lane, Lanes, SourceFailed
+from tensorhub_core.client.looking import Looks
 from tensorhub_core.client.peers import AttachedPeer, Peers
 from tensorhub_core.client.reading import ReadEnd, ReadOutcome
 from tensorhub_core.client.readjob import ReadJob
@@ -34,8 +35,6 @@ _VERIFY_TIMEOUT_S = 60.0
 _PAUSE_SHARE = 0.5
 _LAND_S = 0.5
 """When a source fails, what the others have on its way may land for so long: it need not be read again then."""
-_MOST_WRONG = 3
-"""Wrong segments of one of several sources before it is left."""
 
 
 class _Cancelled(Exception):
@@ -74,19 +73,12 @@ class Pump:
         self._lanes = Lanes(job.sources, flow, job.plan.raw)
         self._backlog = Backlog(job.schedule)
         self._flights: list[_Flight] = []
-        self._checking = 0
-        self._unverified_bytes = 0
-        self._rereads = 0
-        self._corrupt: set[str] = set()
-        self._unchecked: NDArray[np.bool_] = np.zeros(len(job.plan), np.bool_)
-        """Reads that were taken without a comparison: they fall with the first wrong one."""
-        self._distrusted = False
+        self._account = Account(job, self._lanes, self._backlog)
+        self._looks = Looks(job, transport, self._lanes, flow.stall_timeout_s)
         self._unquiet = False
         self._pause_s = _POLL_PAUSE_S
         self._idle = False
         """No source has anything here that could be moved now."""
-        self._prefix = 0
-        self._done_bytes = int(job.plan.length_bytes[job.verified].sum())
 
     def run(self) -> ReadOutcome:
         """Read until all is verified, a source fails or the worker cancels; raises what is nobody's fault here."""
@@ -105,7 +97,8 @@ class Pump:
         except Exception:
             self._wind_down()
             raise
-        return self._outcome(ReadEnd.VERIFIED, False)
+        self._looks.let_land(_LAND_S)
+        return self._outcome(ReadEnd.VERIFIED, self._quieten())
 
     def _prepare(self) -> None:
         self._peers.trim()
@@ -116,7 +109,7 @@ class Pump:
             except TransportError:
                 self._peers.doubt_all()
                 raise
-        self._report("")
+        self._account.report("")
 
     def _loop(self) -> None:
         last = self._clock.now()
@@ -124,7 +117,7 @@ class Pump:
             moved = self._collect()
             moved = self._poll() or moved
             self._obey()
-            if not self._backlog and not self._flights and not self._checking:
+            if not self._backlog and not self._flights and not self._account.checking:
                 return
             leaves = self._job.leaves
             moved = self._fill() or moved
@@ -132,8 +125,10 @@ class Pump:
             now = self._clock.now()
             if now - last > _PAUSE_SHARE * self._settings.stall_timeout_s:
                 self._lanes.paused(now)
+                self._looks.paused(now)
             last = now
-            self._lanes.watch(self._backlog, self._checking, now)
+            self._lanes.watch(self._backlog, self._account.checking, now)
+            moved = self._looks.turn(self._backlog, self._lanes.working, self._attach, now) or moved
             if not moved:
                 self._rest(leaves)
             else:
@@ -149,15 +144,15 @@ class Pump:
     def _rest(self, leaves: int) -> None:
         """Check something if there is nothing else to do, or wait, also for more leave than `leaves`."""
         idle = self._idle or not self._flights or self._pause_s >= _MOST_PAUSE_S
-        if idle and self._checking and self._verifier.help():
+        if idle and self._account.checking and self._verifier.help():
             return
-        if self._flights:
+        firsts = {**self._looks.reads, **{flight.lane.source: flight.read for flight in reversed(self._flights)}}
+        if firsts:
             # Longer and longer, up to what a batch of a slow link takes a tenth of: polling it costs a CPU otherwise.
-            firsts = {flight.lane.source: flight.read for flight in reversed(self._flights)}
             self._transport.wait(list(firsts.values()), self._pause_s)
             self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
         else:
-            self._job.idle(_ORDER_PAUSE_S, leaves)
+            self._job.idle(min(_ORDER_PAUSE_S, self._looks.wait_s(self._clock.now())), leaves)
 
     # --- posting ----------------------------------------------------------------------------------------------------
 
@@ -173,7 +168,7 @@ class Pump:
             for lane in self._lanes.all:
                 if not self._backlog:
                     return any_posted
-                full = self._checking >= window or self._unverified_bytes >= most_bytes
+                full = self._account.checking >= window or self._account.unverified_bytes >= most_bytes
                 waits = lane.left or (full and not self._backlog.is_half(lane.source))
                 part = None if waits else self._next_part(lane)
                 if part is not None:
@@ -226,7 +221,7 @@ class Pump:
             raise lane.failed("lost", str(error)) from None
         flight = _Flight(read, part, lane, lane.slot if staged else -1, now)
         self._flights.append(flight)
-        self._unverified_bytes += part.length_bytes
+        self._account.unverified_bytes += part.length_bytes
         lane.posted(part.length_bytes, now)
         self._backlog.posted(lane.source, part)
         if not self._backlog.is_half(lane.source):
@@ -272,7 +267,7 @@ class Pump:
         if self._backlog.landed(flight.part):
             part = flight.part
             slot = self._staging.slot(flight.slot) if flight.slot >= 0 else None
-            self._checking += 1
+            self._account.checking += 1
             landed = Landed(lane.source, part.begin, part.end, slot, flight.slot)
             self._verifier.submit(self._job.checker, landed, self._job.deliver)
 
@@ -284,66 +279,18 @@ class Pump:
         for checked in found:
             self._count(checked)
         if found:
-            self._report(self._lanes.all[found[-1].landed.source].lease)
+            self._account.report(self._lanes.all[found[-1].landed.source].lease)
         for checked in found:
             if checked.error is not None:
                 raise checked.error
             for index in (checked.landed.begin + np.flatnonzero(~checked.right)).tolist():
-                self._again(self._lanes.all[checked.landed.source], index)
+                self._account.wrong(self._lanes.all[checked.landed.source], index)
         return bool(found)
 
     def _count(self, checked: Checked) -> None:
-        landed, backlog = checked.landed, self._backlog
-        self._checking -= 1
-        self._unverified_bytes -= self._schedule.bytes_of(landed.begin, landed.end)
-        if landed.slot_number >= 0:
-            self._staging.give_back(landed.slot_number)
-        reads, right = self._schedule.read[landed.begin : landed.end], checked.right
-        chosen = self._job.checker.chosen
-        if chosen is not None:
-            compared = chosen[landed.begin : landed.end]
-            self._unchecked[reads] = ~compared
-            right = right & compared if self._distrusted else right
-        if right.all():
-            self._job.verified[reads] = True
-            self._done_bytes += self._schedule.bytes_of(landed.begin, landed.end)
-        else:
-            self._job.verified[reads[right]] = True
-            self._done_bytes += int(self._schedule.length_bytes[landed.begin : landed.end][right].sum())
-        if backlog.wrong and checked.right[0]:  # a read that was wrong comes again alone
-            blamed = backlog.wrong.get(landed.begin, [])
-            self._corrupt.update(self._lanes.all[source].lease for source in blamed if source != landed.source)
-
-    def _again(self, lane: Lane, index: int) -> None:
-        """Read a segment again whose checksum did not match: from another source, or once more."""
-        segment = int(self._schedule.segment[index])
-        lane.wrong += 1
-        if self._job.checker.chosen is not None:
-            self._distrust()
-            text = f"segment {segment} does not match its checksum, nor may those that were not compared"
-            raise SourceFailed(lane.source, "corrupt", text)
-        if not self._backlog.again(index, lane.source, self._lanes.working):
-            text = f"segment {segment} does not match its checksum, also read again"
-            raise SourceFailed(lane.source, "corrupt", text)
-        self._rereads += 1
-        if self._lanes.shared and lane.wrong >= _MOST_WRONG:
-            text = f"{lane.wrong} segments do not match their checksums, the last was {segment}"
-            raise SourceFailed(lane.source, "corrupt", text)
-
-    def _distrust(self) -> None:
-        """Take back what was not compared."""
-        self._distrusted = True
-        taken = self._unchecked & self._job.verified
-        self._job.verified[taken] = False
-        self._done_bytes -= int(self._job.plan.length_bytes[taken].sum())
-        self._prefix = 0
-
-    def _report(self, lease: str) -> None:
-        verified = self._job.verified
-        if self._prefix < len(verified):
-            rest = verified[self._prefix :]
-            self._prefix += int(rest.argmin()) if not rest.all() else len(rest)
-        self._job.observer.on_progress(self._prefix, self._done_bytes, self._job.plan.total_bytes, lease)
+        if checked.landed.slot_number >= 0:
+            self._staging.give_back(checked.landed.slot_number)
+        self._account.checked(checked)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -366,21 +313,27 @@ class Pump:
 
         Raises TransportError if the fence failed: bytes may then still land.
         """
-        for flight in self._flights:
-            self._unquiet = not self._transport.close(flight.read) or self._unquiet
-        self._flights.clear()
-        if self._unquiet:
-            self._fence()
+        self._quieten()
         end = time.monotonic() + _VERIFY_TIMEOUT_S
-        while self._checking:
+        while self._account.checking:
             for checked in self._job.take_checked():
                 self._count(checked)
-            if self._checking and not self._verifier.help():
+            if self._account.checking and not self._verifier.help():
                 if time.monotonic() > end:
                     self.poisoned = TransportError("the verifying thread does not end")
                     raise self.poisoned
                 time.sleep(_POLL_PAUSE_S)
-        self._report("")
+        self._account.report("")
+        return self._unquiet
+
+    def _quieten(self) -> bool:
+        """Close all that is in flight, fence if not all of it was quiet; returns whether it fenced."""
+        for flight in self._flights:
+            self._unquiet = not self._transport.close(flight.read) or self._unquiet
+        self._flights.clear()
+        self._unquiet = not self._looks.close() or self._unquiet
+        if self._unquiet:
+            self._fence()
         return self._unquiet
 
     def _fence(self) -> None:
@@ -395,5 +348,6 @@ class Pump:
             ) from error
 
     def _outcome(self, end: ReadEnd, fenced: bool, lease: str = "", kind: str = "", detail: str = "") -> ReadOutcome:
-        verified, corrupt = self._job.verified, tuple(sorted(self._corrupt))
-        return ReadOutcome(end, verified, self._done_bytes, lease, kind, detail, fenced, self._rereads, corrupt)
+        account = self._account
+        verified, done_bytes, corrupt = self._job.verified, account.done_bytes, tuple(sorted(account.corrupt))
+        return ReadOutcome(end, verified, done_bytes, lease, kind, detail, fenced, account.rereads, corrupt)

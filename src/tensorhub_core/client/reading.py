@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tensorhub_core.client.prefix_word import PrefixPage
 from tensorhub_core.layout.plan import ReadPlan
 from tensorhub_core.layout.segments import SegmentTable
 from tensorhub_core.layout.types import Layout
@@ -24,7 +25,8 @@ class SourceAccess:
     """One leased source: `addresses` u64 [storages], `devices` one name per storage, `sums` u64 [segments].
 
     `prefix` segments may be read now; a whole source has `prefix == len(sums)`. `converted`: its numbers were converted
-    from another dtype. `known`: of how many segments the checksums are known yet; None = of all.
+    from another dtype. `known`: of how many segments the checksums are known yet; None = of all. `word`: the address at
+    which it shows how many segments of the manifest with this `tag` are verified (`prefix_word`); 0 = nowhere.
     """
 
     lease: str
@@ -38,13 +40,16 @@ class SourceAccess:
     prefix: int
     converted: bool = False
     known: int | None = None
+    word: int = 0
+    tag: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
     """The registered memory to fill: `addresses` u64 [storages]; `buffers` one writable flat uint8 view per storage.
 
-    For storages on devices the buffer is None: only their `DeviceMemory` can work on them.
+    For storages on devices the buffer is None: only their `DeviceMemory` can work on them. `page`: where the words of
+    sources may land; without it the server alone says how far to read.
     """
 
     layout: Layout
@@ -52,6 +57,7 @@ class Destination:
     addresses: NDArray[np.uint64]
     devices: tuple[str, ...]
     buffers: Sequence[NDArray[np.uint8] | None]
+    page: PrefixPage | None = None
 
 
 class ReadEnd(Enum):

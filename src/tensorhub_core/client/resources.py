@@ -10,6 +10,7 @@ from tensorhub_core.client.identity import Standing
 from tensorhub_core.client.memory import RegisteredMemory
 from tensorhub_core.client.offload import OffloadPolicy, Offloads
 from tensorhub_core.client.offload_copy import Original
+from tensorhub_core.client.prefix_word import with_page
 from tensorhub_core.client.reading import Executor
 from tensorhub_core.client.session import Session
 from tensorhub_core.client.staging_room import StagingRoom
@@ -69,7 +70,7 @@ class Resources:
         Raises TransportError or the server's error; then nothing is served.
         """
         self.hide()
-        transport, regions, agent = self.transport, memory.regions(), b""
+        transport, regions, agent = self.transport, with_page(memory.regions(), memory.page), b""
         if regions:
             transport.register(regions)
             agent = transport.describe()
@@ -104,6 +105,8 @@ class Resources:
         Calls `done()` when it is the caller's again: what makes an offload copy of it, or sums it, may still read it.
         """
         self.uncertain = None
+        if self.memory is not None:
+            self.memory.page.clear()
         self.session.offer_nothing()
         self.offloads.release(lambda: self.voucher.release(done))
 
@@ -137,6 +140,8 @@ class Resources:
     def hide(self) -> None:
         """End the serving side: nobody reads the memory any more, whatever the server thinks."""
         self.serving = False
+        if self.memory is not None:
+            self.memory.page.clear()
         if self._transport is not None:
             self._transport.revoke()
 

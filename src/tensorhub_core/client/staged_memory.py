@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from tensorhub_core.client.device import device_bytes
 from tensorhub_core.client.memory import RegisteredMemory, StorageMemory
+from tensorhub_core.client.prefix_word import PrefixPage
 from tensorhub_core.client.sums import segment_sums
 from tensorhub_core.layout.segments import SegmentTable
 from tensorhub_core.layout.types import Layout, Placement
@@ -49,21 +50,23 @@ class Arena:
 class StagedMemory:
     """The same layout as the registered memory, dense and in host memory; its storages are in the layout's order."""
 
-    def __init__(self, live: RegisteredMemory, arena: Arena) -> None:
-        """Lie in an arena whose runs are as long as the storages of `live`."""
+    def __init__(self, live: RegisteredMemory, arena: Arena, page: PrefixPage | None = None) -> None:
+        """Lie in an arena whose runs are as long as the storages of `live`; the page shows how far a version is."""
         self.layout: Layout = live.layout
         self.table: SegmentTable = live.table
         self.total_bytes: int = live.total_bytes
         self.addresses: NDArray[np.uint64] = arena.addresses
         self.buffers: tuple[NDArray[np.uint8] | None, ...] = arena.buffers
         self.devices: tuple[str, ...] = ("cpu",) * len(arena.buffers)
+        self.page: PrefixPage = PrefixPage() if page is None else page
         self._arena = arena
         self._live = live
 
     def placement(self, transport: str, agent: bytes) -> bytes:
         """Return the placement blob: where peers find the storages through the transport's agent."""
         addresses = self.addresses.astype("<u8").tobytes()
-        return msgspec.msgpack.encode(Placement(transport, agent, addresses, ("cpu",), bytes(len(self.devices))))
+        devices, word = bytes(len(self.devices)), self.page.address if agent else 0
+        return msgspec.msgpack.encode(Placement(transport, agent, addresses, ("cpu",), devices, word))
 
     def collect(self) -> None:
         """Take over what a read of another layout does not fill: the bytes outside of every box (padding)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tensorhub_core.client.memory import RegisteredMemory
+from tensorhub_core.client.prefix_word import PrefixPage, with_page
 from tensorhub_core.client.reading import Executor
 from tensorhub_core.client.staged_memory import Arena, StagedMemory, storage_lengths
 from tensorhub_core.errors import StateError
@@ -25,6 +26,7 @@ class StagingRoom:
         self._transport: Transport | None = None
         self._executor: Executor | None = None
         self._arena: Arena | None = None
+        self._page = PrefixPage()
         self._not_to_be_freed: list[Arena] = []
         self.memory: StagedMemory | None = None
         self.placement: bytes = b""
@@ -60,13 +62,13 @@ class StagingRoom:
             except MemoryError:
                 raise StateError(f"staging takes {needed:,} bytes of host memory, which there are not") from None
         assert self._arena is not None
-        self.memory = StagedMemory(live, self._arena)
+        self.memory = StagedMemory(live, self._arena, self._page)
         if self._transport is None:
             self._connect(self._arena, self.memory)
         return self.memory
 
     def _connect(self, arena: Arena, memory: StagedMemory) -> None:
-        transport, regions, agent = self._make_transport(), arena.regions(), b""
+        transport, regions, agent = self._make_transport(), with_page(arena.regions(), memory.page), b""
         self._transport, self._executor = transport, self._make_executor(transport)
         try:
             if regions:

@@ -77,7 +77,8 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
     """Say where a worker's storages lie, for a reader that has attached its transport agent.
 
     `addresses` packs one little-endian u64 per storage of the layout (0 for zero-sized ones), `devices` one index per
-    storage into `device_names`.
+    storage into `device_names`. `word` is the address of the eight bytes in memory of the CPU that say how far an
+    unfinished copy is (client/prefix_word.py), 0 if there are none.
     """
 
     transport: str
@@ -85,3 +86,4 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
     addresses: bytes
     device_names: tuple[str, ...]
     devices: bytes
+    word: int = 0

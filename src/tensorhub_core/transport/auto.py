@@ -142,11 +142,11 @@ class AutoTransport:
         for older in [known for known, other in self._peers.items() if other.offer.agent == peer.offer.agent]:
             self.detach(older)
         regions = self._members.regions
-        cpu = not regions or any(region.device == "cpu" for region in regions)
+        cpu = all(region.device == "cpu" for region in regions)
         try:
             self._connect(peer, cpu)
         except TransportError:
-            if cpu or not any(region.device == "cpu" for region in self._members.local):
+            if cpu or not any(region.device == "cpu" for region in [*regions, *self._members.local]):
                 raise
             self._connect(peer, True)  # its bytes go to the device through the host's staging memory
         self._attached += 1

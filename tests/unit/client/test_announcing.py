@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tensorhub_core.client.announcing import ANNOUNCE_S, STATUS_S, UNANSWERED_S, Announcing
+from tensorhub_core.client.announcing import ANNOUNCE_S, SEEN_S, STATUS_S, UNANSWERED_S, Announcing
 from tensorhub_core.state.messages import Failure, Ok
 
 
@@ -14,6 +14,16 @@ def test_a_longer_prefix_is_announced_soon_and_bytes_alone_seldom() -> None:
     assert not announcing.is_due((1, 200), 1, 10.0 + 0.9 * STATUS_S)
     assert announcing.is_due((1, 200), 1, 10.0 + 1.1 * STATUS_S)
     assert not announcing.is_due((1, 100), 1, 100.0)
+
+
+def test_what_followers_see_themselves_is_announced_seldom_but_for_the_first_of_it() -> None:
+    announcing = Announcing()
+    announcing.note((0, 50), 1, 10.0)(Ok())
+    assert announcing.is_due((1, 100), 1, 10.0 + 1.1 * ANNOUNCE_S, seen=True)
+    announcing.note((1, 100), 1, 11.0)(Ok())
+    assert not announcing.is_due((2, 200), 1, 11.0 + 0.9 * SEEN_S, seen=True)
+    assert announcing.is_due((2, 200), 1, 11.0 + 0.9 * SEEN_S)
+    assert announcing.is_due((2, 200), 1, 11.0 + 1.1 * SEEN_S, seen=True)
 
 
 def test_the_next_one_waits_for_the_answer_to_the_last() -> None:
