@@ -24,6 +24,8 @@ LEASE_S = 2.0
 class KilledHub:
     """A hub that can be killed and started again at its address, and workers that it serves."""
 
+    lease_s = LEASE_S
+
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
         self._workers = self._stack.enter_context(contextlib.ExitStack())
@@ -32,7 +34,7 @@ class KilledHub:
         self.start()
 
     def start(self) -> None:
-        options = ("--lease-s", str(LEASE_S), "--heartbeat-s", "0.1")
+        options = ("--lease-s", str(self.lease_s), "--heartbeat-s", "0.1")
         self.address, self._pid = self._hubs.enter_context(hub(*options, bind=self.address))
 
     def kill(self) -> None:
