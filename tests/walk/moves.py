@@ -19,7 +19,7 @@ from tensorhub_core.state.messages import (
     Unstage,
 )
 from tests.walk import checks, hearing
-from tests.walk.actors import REGISTERED, SEGMENTS, Action, Actor, Violation
+from tests.walk.actors import REGISTERED, SEGMENTS, STAGING, Action, Actor, Reading, Violation
 from tests.walk.world import NOW, World, code_of, key_of, packed_sums, sums_of
 
 BEFORE_S = 0.1
@@ -107,6 +107,25 @@ def reads(world: World, actor: Actor) -> Iterator[Action]:
     for life, which, prefix, _ in sorted(set(actor.sources.values())):
         if prefix > actor.verified and (holder := world.by_life(life)) is not None:
             yield ("read", actor.place, holder.name + _MEMORIES[which])
+    if any(shown(world, actor, where) > where[2] for where in actor.sources.values()):
+        yield ("look", actor.place, "")
+
+
+def shown(world: World, actor: Actor, where: Reading) -> int:
+    """Return how far the holder of a copy that fills shows that it is, by a manifest that its follower knows too."""
+    holder = world.by_life(where[0])
+    fills = holder is not None and holder.in_round and holder.touched and holder.mode != "install"
+    if holder is None or not fills or not world.scene.verify or world.scene.reshards:
+        return 0
+    same = holder.promised == actor.promised and where[1] == (STAGING if holder.mode == "stage" else REGISTERED)
+    return holder.verified if same else 0
+
+
+def do_look(world: World, actor: Actor, _: str) -> None:
+    """See how far the sources are, whatever the server has heard of them."""
+    for lease, where in actor.sources.items():
+        life, which, prefix, epoch = where
+        actor.sources[lease] = (life, which, max(prefix, shown(world, actor, where)), epoch)
 
 
 def do_read(world: World, actor: Actor, which: str) -> None:
