@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from tensorhub_core.client.announcing import ANNOUNCE_S
+from tensorhub_core.client.announcing import ANNOUNCE_S, SEEN_S
 from tensorhub_core.config import ClientConfig
 from tensorhub_core.state.records import MachineConfig
 
@@ -113,13 +113,19 @@ class Assumptions:
         "every worker's heartbeat is a real message that costs the hub its time; they arrive in 20 batches a period",
     )
     announce_s: Assumption[float] = Assumption(
-        ANNOUNCE_S, "s", "least time between two announcements of a worker: client/announcing.py, the real pacing"
+        ANNOUNCE_S,
+        "s",
+        "least time between two announcements of a worker that followers cannot look at; else"
+        f" {1e3 * SEEN_S:g} ms: client/announcing.py, the real pacing",
     )
     announces_one: Assumption[bool] = Assumption(
         True, "", "the next announcement waits for the answer to the last one (what if not: 0)"
     )
     direct_s: Assumption[float] = Assumption(
-        0.0, "s", "what if (0 = not so): followers look at their source's progress themselves, this often"
+        0.004,
+        "s",
+        "followers look at their source's progress themselves, this often: client/looking.py, every 1 to 8 ms"
+        " (what if they heard of it through the hub: 0)",
     )
     poll_s: Assumption[float] = Assumption(0.005, "s", "how often a worker looks: client/driver.py, _POLL_S")
     segment_bytes: Assumption[int] = Assumption(_CLIENT.segment_bytes, "B", "default setting: the unit of a prefix")
@@ -192,6 +198,11 @@ class Assumptions:
         """Return how much of a read is in flight at a rate: on its way, but not verified."""
         chunk = 4 * self.segment_bytes.value if self.segment_bytes.value >= 4 << 20 else self.segment_bytes.value
         return min(float(self.window.value * chunk), max(rate * self.flight_s.value, 256 << 10))
+
+
+def through_the_hub(assumptions: Assumptions) -> Assumptions:
+    """Return what would be if followers did not look themselves."""
+    return replace(assumptions, direct_s=Assumption(0.0, "s", "what if"))
 
 
 def table(assumptions: Assumptions) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from bench.common import Row, at_least, limit
-from bench.sim.assumptions import SIZES, Assumption, Assumptions
+from bench.sim.assumptions import SIZES, Assumption, Assumptions, through_the_hub
 from bench.sim.datacentres import FAR, datacentres, fleet_of
 from bench.sim.elastic import Elastic, churn, joining
 from bench.sim.failures import failures
@@ -231,11 +231,8 @@ def draw_growth(plan: Plan) -> Result:
     fast = {name: Assumption(getattr(a, name).value / 10, "s", "what if") for name in ("hub_message_s", "hub_push_s")}
     cases = {
         "as it is": a,
-        "if announcements did not wait for answers": replace(a, announces_one=Assumption(False, "", "what if")),
         "if the hub were ten times as fast": replace(a, **fast),
-        "if followers looked themselves, every 2 ms": replace(
-            a, direct_s=Assumption(0.002, "s", "what if"), announce_s=Assumption(0.5, "s", "what if")
-        ),
+        "if followers heard of progress through the hub": through_the_hub(a),
     }
     rows, panels = [], []
     for name in ("9B", "1T") if plan.gpus >= 4 * SIZES["1T"].gpus else ("9B",):

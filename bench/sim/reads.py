@@ -6,9 +6,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from bench.sim.assumptions import Assumptions
 from bench.sim.events import Events, Timer
 from bench.sim.links import Flow, Link, Network
 
+_MOST_PAUSE_S = 0.05
+"""Rates change: so often it is looked again."""
 _EPSILON = 0.5
 """Bytes: less is rounding."""
 
@@ -156,3 +159,14 @@ class Read:
             if part.flow is not None:
                 self.network.remove(part.flow)
                 part.flow = None
+
+
+def pause_between(assumptions: Assumptions, read: Read, segment_bytes: int, seen: int | None) -> float:
+    """Return how long nothing changes for whoever looks at a read: followers, if `seen` segments are, or the worker."""
+    direct_s = assumptions.direct_s.value
+    if not direct_s or seen is None:
+        return assumptions.poll_s.value
+    if not read.rate:
+        return direct_s
+    missing = (seen + 1) * segment_bytes + assumptions.flight_bytes(read.rate) - read.count()
+    return min(direct_s * max(1, math.ceil(missing / read.rate / direct_s)), _MOST_PAUSE_S)

@@ -9,7 +9,7 @@ import numpy as np
 from bench.sim.assumptions import Assumptions
 from bench.sim.events import Events
 from bench.sim.links import Link, Network
-from bench.sim.reads import Read
+from bench.sim.reads import Read, pause_between
 from bench.sim.session import Session
 from bench.sim.shapes import Shape, blob
 
@@ -361,9 +361,9 @@ class Worker:
         """See to it that progress is announced, as `client/driver.py` does: it looks every few milliseconds."""
         if not self._looks and self._read is not None:
             self._looks = True
-            self.events.later(
-                max(after_s, self.assumptions.direct_s.value or self.assumptions.poll_s.value), self._announce
-            )
+            seen = self._verified if self.readers else None
+            pause_s = pause_between(self.assumptions, self._read, self.shape.segment_bytes, seen)
+            self.events.later(max(after_s, pause_s), self._announce)
 
     def _verify(self, read: Read) -> int:
         """Return how many segments are verified: those of what is in flight are not."""
@@ -382,7 +382,7 @@ class Worker:
         if a.direct_s.value:
             for reader, lease in self.readers:
                 self.events.later(a.latency_s.value, reader.look_at, self, lease)
-        if state.entered and self._announcing.is_due(figures, self._life, now):
+        if state.entered and self._announcing.is_due(figures, self._life, now, seen=bool(a.direct_s.value)):
             answered = self._announcing.note(figures, self._life, now)
             self.announced += 1
             self.session.ask(Announce(state.number, *figures), answered)
@@ -393,6 +393,6 @@ class Worker:
             self._look()  # else it looks again when something moves
 
     def look_at(self, source: Worker, lease: str) -> None:
-        """See how far a source is, without the hub: what if."""
+        """See how far a source is, without the hub."""
         if source._read is not None:
             self._advance(lease, source._verified, False)
