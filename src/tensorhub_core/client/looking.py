@@ -132,7 +132,9 @@ class Looks:
         return bool(source.word and source.known is None and lane.source < MOST_LANDINGS)
 
     def _starves(self, lane: Lane, backlog: Backlog, working: Collection[int]) -> bool:
-        if lane.left or not backlog or self._job.allowed(lane.source) >= lane.segments:
+        # Behind more than one batch the answer would be old by the time it came, where all go one after the other.
+        few = not lane.left and lane.flights <= 1
+        if not few or not backlog or self._job.allowed(lane.source) >= lane.segments:
             return False
         return lane.next_span(backlog, working, self._job) is None
 
