@@ -24,6 +24,8 @@ from growth_fleet import Fleet
 from growth_hub import Figures
 from many_workers import allow_files
 
+from tensorhub_core.server.collecting import collect_seldom
+
 NAME = "growth"
 SIZES = {1: 13, 8: 9}
 """The largest number of replicas, as a power of two, by shards of each."""
@@ -207,6 +209,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer workers: half a minute")
     arguments = parser.parse_args()
     allow_files()
+    collect_seldom()  # as the hub's process does
     report(NAME, arguments, measure(arguments.quick))
 
 

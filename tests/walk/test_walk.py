@@ -109,7 +109,7 @@ IGNORED = {
     "Round": "told_slow told_late tried details number resumed held_since_s",
     "Joined": "offer session done_sums",
     "Worker": "id session token model replica shard observer stream creates_in last_seen_s room_bytes ended tickets "
-    "announces_sums casts zone host rail waits",
+    "announces_sums casts zone host rail seat waits",
     "Copy": "id worker memory done_bytes started_s speed draining_since_s origin sums converted advanced_s route",
     "Lease": "id reader round tickets since_s egress ingress crosses",
     "Keeping": "firm",

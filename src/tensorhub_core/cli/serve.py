@@ -14,6 +14,7 @@ from tensorhub_core.config import DEFAULT_BIND
 from tensorhub_core.errors import StateError
 from tensorhub_core.observe.log import get_logger
 from tensorhub_core.schedule.policy import POLICIES
+from tensorhub_core.server.collecting import collect_seldom
 from tensorhub_core.server.loop import Outdated, ServerLoop
 from tensorhub_core.server.serving import epoch_now, make_loop
 from tensorhub_core.server.standby import ServerLock, wait_for_lock
@@ -93,6 +94,7 @@ def _run(loop: ServerLoop, held: ServerLock | None, end: _End) -> None:
     end.loop = loop
     if end.wanted:
         loop.stop()
+    collect_seldom()
     click.echo(f"listening on {loop.address}")
     try:
         loop.run(None if held is None else watch)

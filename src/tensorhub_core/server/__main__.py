@@ -18,6 +18,7 @@ from tensorhub_core.clock import SystemClock
 from tensorhub_core.config import ServerConfig
 from tensorhub_core.errors import TensorHubError
 from tensorhub_core.observe.log import get_logger
+from tensorhub_core.server.collecting import collect_seldom
 from tensorhub_core.server.embedded import runtime_folder
 from tensorhub_core.server.hub import Hub, run_hub
 from tensorhub_core.settings import load_settings
@@ -57,6 +58,7 @@ def _serve(
                 signal.signal(number, lambda *_: hub.loop.stop())
         listening(address)
 
+    collect_seldom()
     run_hub(folder, server, clock=SystemClock(), timeout_s=timeout_s, ready=ready)
 
 

@@ -27,6 +27,7 @@ from tensorhub_core.server.options import bind_router, is_open
 from tensorhub_core.server.outbox import Delivery, Outbox
 from tensorhub_core.server.pace import Pace
 from tensorhub_core.state.events import Disconnected, Drop, Effect, Event, Log, Received, Send, Tick
+from tensorhub_core.state.events import Outdated as Stop
 from tensorhub_core.state.machine import step
 from tensorhub_core.state.messages import PROTOCOL, Failure, Hello, Reply
 from tensorhub_core.state.records import MachineConfig, ServerState
@@ -249,10 +250,13 @@ class ServerLoop:
             except Exception as error:  # no message may end the server; the counter makes the fault visible
                 effects = self._step_failed(current, error)
             for effect in effects:
-                session = self._carry_out(effect, now)
-                if session is not None and session not in lost:
-                    lost.add(session)
-                    events.append(Disconnected(session))
+                if not isinstance(effect, Send):
+                    self._carry_out(effect, now)
+                elif (
+                    not self._answer(effect.session, effect.request, effect.message, now) and effect.session not in lost
+                ):
+                    lost.add(effect.session)
+                    events.append(Disconnected(effect.session))
         # A deadline moves later by a tick only: with steady traffic it would otherwise never come.
         if self._tick_at is None:
             self._tick_at = self.state.next_deadline(self._clock.now())
@@ -266,10 +270,8 @@ class ServerLoop:
             return []
         return [Send(event.session, event.request, Failure(TensorHubError.code, f"the server had an {text}"))]
 
-    def _carry_out(self, effect: Effect, now: float) -> SessionId | None:
-        """Carry out one effect; return the session that it could not reach."""
-        if isinstance(effect, Send):
-            return None if self._answer(effect.session, effect.request, effect.message, now) else effect.session
+    def _carry_out(self, effect: Drop | Log | Stop, now: float) -> None:
+        """Carry out an effect that sends nothing."""
         if isinstance(effect, Drop):
             self._outbox.forget(effect.session)
         elif isinstance(effect, Log):
@@ -277,7 +279,6 @@ class ServerLoop:
             self._limited.log(f"machine {effect.level}", level, effect.text, now, most=MACHINE_LINES)
         else:
             self._outdated_by, self._stopping = effect.epoch, True
-        return None
 
     def _answer(self, session: SessionId, request: int, message: Reply, now: float) -> bool:
         """Send a message if its receiver is there and reads; tell whether it was sent."""

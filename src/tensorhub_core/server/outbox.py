@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from enum import Enum
 
 import zmq
@@ -37,7 +38,8 @@ class Outbox:
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket = socket
+        self._send: Callable[..., zmq.MessageTracker | None] = super(zmq.Socket, socket).send
+        """The binding's own, without what wraps it for kinds of sockets that are not used here: three for a message."""
         self._bodies: OrderedDict[bytes, tuple[bytes, float]] = OrderedDict()
         self._cached_bytes = 0
         self._waiting: dict[SessionId, list[tuple[zmq.MessageTracker, int]]] = {}
@@ -52,9 +54,9 @@ class Outbox:
         if large and self._waiting_bytes(session) + len(body) > SESSION_BYTES:
             return Delivery.SLOW
         try:
-            self._socket.send(session, _SNDMORE)
-            self._socket.send(header, _SNDMORE)
-            tracker = self._socket.send(body, _NOBLOCK, copy=not large, track=large)
+            self._send(session, _SNDMORE)
+            self._send(header, _SNDMORE)
+            tracker = self._send(body, _NOBLOCK, not large, large)
         except zmq.Again:
             return Delivery.SLOW
         except zmq.ZMQError as error:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from tensorhub_core.ids import CopyId, WorkerId
 from tensorhub_core.schedule.sources import Candidate, Reader
 from tensorhub_core.state.context import Step
-from tensorhub_core.state.links import ingress_of, nic_of, place_of
+from tensorhub_core.state.links import ingress_of
 from tensorhub_core.state.manifests import sources_of
 from tensorhub_core.state.records import UNFINISHED, Copy, CopyState, ModelState, Worker
 from tensorhub_core.state.seeds import SETTLING
@@ -16,18 +16,17 @@ from tensorhub_core.state.seeds import SETTLING
 def candidate_of(s: Step, copy: Copy, leaving: bool = False) -> Candidate:
     """Describe a copy to the schedule; `leaving`: some shard of its replica is being withdrawn."""
     holder, unfinished = s.holder(copy), copy.state in UNFINISHED
-    place = place_of(s, holder)
     return Candidate(
         copy.id,
         holder.replica,
         copy.memory.layout,
-        place,
+        holder.seat.place,
         len(copy.leases),
         copy.sums,
         depth=copy.depth + 1 if unfinished else 0,
         draining=leaving,
         converted=copy.converted,
-        egress=s.state.flows.egress.get(nic_of(place, holder), 0),
+        egress=s.state.flows.egress.get(holder.seat.nic, 0),
     )
 
 
@@ -36,7 +35,7 @@ def reader_of(s: Step, worker: Worker) -> Reader:
     assert worker.memory is not None
     policy = s.state.config.policy
     lag = policy.lag(worker.memory.total_bytes)
-    return Reader(place_of(s, worker), ingress_of(s, worker), lag, policy.beside)
+    return Reader(worker.seat.place, ingress_of(s, worker), lag, policy.beside)
 
 
 def may_be_read(s: Step, copy: Copy, reader: Worker, *, tangled: bool, patient: bool) -> bool:

@@ -26,7 +26,6 @@ from tensorhub_core.schedule.sources import (
 from tensorhub_core.state.candidates import candidate_of, is_tangled, may_be_read, reader_of
 from tensorhub_core.state.context import Step
 from tensorhub_core.state.index import file_again, followed_of, offered_by
-from tensorhub_core.state.links import machine_of
 from tensorhub_core.state.records import Copy, Group, ModelState, Worker
 
 MOST_FOLLOWED = 64
@@ -94,7 +93,7 @@ def best_copy(look: Look, layout: Digest) -> Candidate | None:
     zone = look.here.place.zone
     for leaving in look.leaves:
         zones = look.model.index.copies.get((look.key, layout, leaving), {})
-        beside = look.model.index.beside.get((look.key, layout, leaving, machine_of(look.here.place)), ())
+        beside = look.model.index.beside.get((look.key, layout, leaving, look.reader.seat.machine), ())
         near = [*candidates(look, sorted(beside), leaving), *of_levels(look, zones.get(zone, {}), leaving)]
         found = choose_raw(look.here, near)
         if found is None:
@@ -148,7 +147,7 @@ def idle_copies(look: Look, best: Candidate) -> list[Candidate]:
     index, layout, zone = look.model.index, best.layout, best.place.zone
     entries = index.copies.get((look.key, layout, False), {}).get(zone, {}).get(0, [])
     idle = [name for depth, flows, name in entries[: MOST_EQUALS + 1] if not (depth or flows)]
-    beside = index.beside.get((look.key, layout, False, machine_of(look.here.place)), set())
+    beside = index.beside.get((look.key, layout, False, look.reader.seat.machine), set())
     return list(candidates(look, sorted(beside.union(idle)), False))
 
 
@@ -170,7 +169,7 @@ def of_kind(look: Look, kind: tuple[bool, bool, bool, str]) -> list[list[Candida
     """Return the best replicas of a kind: the first few of each level, and those on the reader's machine."""
     found: list[list[Candidate]] = []
     least = inf
-    home = look.model.index.homes.get((look.key, kind[0], machine_of(look.here.place)), ())
+    home = look.model.index.homes.get((look.key, kind[0], look.reader.seat.machine), ())
     for name in sorted(home):
         offer = look.model.index.filed[look.key, name].offer
         if offer is not None and offer[:4] == kind:

@@ -81,7 +81,7 @@ class Step:
 
     def group(self, worker: Worker) -> Group:
         """Return the worker's group; observers have none."""
-        return self.model(worker).groups[worker.replica]
+        return self.state.models[worker.model].groups[worker.replica]
 
     def members(self, group: Group) -> list[Worker]:
         """Return the group's workers in shard order."""

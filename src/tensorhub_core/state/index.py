@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from tensorhub_core.ids import ReplicaName, VersionKey
 from tensorhub_core.state.context import Step
-from tensorhub_core.state.links import machine_of, nic_of, place_of
 from tensorhub_core.state.manifests import may_be_followed
 from tensorhub_core.state.records import OFFERED, UNFINISHED, Copy, CopyState, Group, ModelState, Worker
 from tensorhub_core.state.shelves import Filed, Index, Offer, Slot, Stand
@@ -81,16 +80,15 @@ def offer_of(group: Group, leaving: bool, copies: list[Copy], slots: list[Slot])
         portable, converted = portable and copy.memory.portable, converted or copy.converted
         level, load = max(level, slot.level), load + len(copy.leases)
     hosts = tuple(sorted({slot.host for slot in slots if slot.host}))
-    return Offer(leaving, portable, converted, group.zone, level, load, group.replica, hosts)
+    return Offer(leaving, portable, converted, group.zone, group.replica, hosts, level, load)
 
 
 def slot_of(s: Step, holder: Worker, copy: Copy, leaving: bool) -> Slot:
     """Return where a copy is to stand."""
-    place = place_of(s, holder)
-    nic = nic_of(place, holder)
+    place, nic, machine = holder.seat
     egress, load = s.state.flows.egress.get(nic, 0), len(copy.leases)
     flows, depth = egress if egress > load else load, copy.depth + 1 if copy.state in UNFINISHED else 0
-    return Slot(copy.memory.layout, leaving, place.zone, egress, depth, flows, copy.id, machine_of(place), nic)
+    return Slot(copy.memory.layout, leaving, place.zone, copy.id, machine, nic, egress, depth, flows)
 
 
 def file_again(s: Step, model: ModelState) -> None:
@@ -100,12 +98,39 @@ def file_again(s: Step, model: ModelState) -> None:
         old, new = index.filed.get((key, replica)), describe(s, model, key, replica)
         if old == new:
             continue
+        if old is not None and new is not None and is_only_busier(old, new):
+            move(index, key, replica, old, new)
+            continue
         stand: Stand = (model.name, key, replica)
         if old is not None:
             take_out(s, index, key, old, stand)
         if new is not None:
             put_in(s, index, key, new, stand)
     index.stale.clear()
+
+
+def is_only_busier(old: Filed, new: Filed) -> bool:
+    """Tell whether what a replica has differs only in how many read it, or in how far from a whole copy it is."""
+    if old.unfinished != new.unfinished or len(old.copies) != len(new.copies):
+        return False
+    if (old.offer or ())[:6] != (new.offer or ())[:6]:
+        return False
+    return all(was[:6] == now[:6] for was, now in zip(old.copies, new.copies, strict=True))
+
+
+def move(index: Index, key: VersionKey, replica: ReplicaName, old: Filed, new: Filed) -> None:
+    """Let what is busier, or less so, stand at another level of the same shelves."""
+    index.filed[key, replica] = new
+    for was, now in zip(old.copies, new.copies, strict=True):
+        if was != now:
+            shelf = index.copies[key, was.layout, was.leaving][was.zone]
+            _remove(shelf, was.level, was.entry)
+            insort(shelf.setdefault(now.level, []), now.entry)
+    before, after = old.offer, new.offer
+    if before is not None and after is not None and before != after:
+        kinds = index.replicas[key][before[:4]]
+        _remove(kinds, before.level, (before.load, replica))
+        insort(kinds.setdefault(after.level, []), (after.load, replica))
 
 
 def put_in(s: Step, index: Index, key: VersionKey, filed: Filed, stand: Stand) -> None:
@@ -115,7 +140,7 @@ def put_in(s: Step, index: Index, key: VersionKey, filed: Filed, stand: Stand) -
         index.filling.setdefault(key, set()).add(stand[2])
     for slot in filed.copies:
         shelf = index.copies.setdefault((key, slot.layout, slot.leaving), {}).setdefault(slot.zone, {})
-        insort(shelf.setdefault(slot.level, []), (slot.depth, slot.flows, slot.copy))
+        insort(shelf.setdefault(slot.level, []), slot.entry)
         if slot.host:
             index.beside.setdefault((key, slot.layout, slot.leaving, slot.host), set()).add(slot.copy)
         s.state.flows.stands.setdefault(slot.nic, set()).add(stand)
@@ -134,7 +159,7 @@ def take_out(s: Step, index: Index, key: VersionKey, filed: Filed, stand: Stand)
         _discard(index.filling, key, stand[2])
     for slot in filed.copies:
         zones = index.copies[key, slot.layout, slot.leaving]
-        _remove(zones[slot.zone], slot.level, (slot.depth, slot.flows, slot.copy))
+        _remove(zones[slot.zone], slot.level, slot.entry)
         _drop_empty(zones, slot.zone)
         _drop_empty(index.copies, (key, slot.layout, slot.leaving))
         if slot.host:

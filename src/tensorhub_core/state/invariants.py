@@ -15,6 +15,7 @@ from tensorhub_core.state.candidates import is_broken
 from tensorhub_core.state.context import Step
 from tensorhub_core.state.index import disagreements
 from tensorhub_core.state.invariants_retention import RETENTION_LAWS
+from tensorhub_core.state.links import seat_of
 from tensorhub_core.state.manifests import SUM_BYTES
 from tensorhub_core.state.reachability import MOST_PAIRS
 from tensorhub_core.state.records import UNFINISHED, CopyState, Group, ModelState, ServerState
@@ -86,6 +87,8 @@ def l8_one_worker_per_place(state: ServerState) -> Iterator[str]:
             yield f"{group.replica} has its shards in the order {list(group.members)}"
         for shard, worker_id in group.members.items():
             worker = state.workers.get(worker_id)
+            if worker is not None and worker.seat != seat_of(group, worker):
+                yield f"{group.replica}/{shard} runs elsewhere than {worker.seat}"
             if worker is None or (worker.replica, worker.shard) != (group.replica, shard):
                 yield f"{group.replica}/{shard} is held by {worker_id}"
 

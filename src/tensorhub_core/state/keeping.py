@@ -17,7 +17,12 @@ from tensorhub_core.state.records import Copy, CopyState, Group, ModelState, Reg
 
 def kept_copies(s: Step, group: Group, key: VersionKey) -> list[Copy]:
     """Return a finished copy of every shard, in registered or offload memory; empty if some shard has none."""
-    copies = [copy for w in s.members(group) if (copy := w.kept_copy(key)) is not None]
+    copies: list[Copy] = []
+    for worker in s.members(group):
+        copy = worker.kept_copy(key)
+        if copy is None:
+            return []
+        copies.append(copy)
     return copies if len(copies) == group.num_shards else []
 
 
@@ -59,7 +64,10 @@ def is_free(s: Step, model: ModelState, group: Group, record: VersionRecord) -> 
 
 def is_withdrawing(s: Step, group: Group, key: VersionKey) -> bool:
     """Tell whether some shard takes its registered memory back and has not offloaded it yet."""
-    return any(withdraws(w, key) for w in s.members(group))
+    for worker in s.members(group):  # most replicas that are asked do not
+        if worker.copy is not None and worker.copy.state is CopyState.DRAINING and withdraws(worker, key):
+            return True
+    return False
 
 
 def withdraws(worker: Worker, key: VersionKey) -> bool:

@@ -125,8 +125,9 @@ def drop_copy(s: Step, copy: Copy, reason: str) -> None:
 def forget_holder(s: Step, holder: Worker, key: VersionKey) -> None:
     """Take a replica out of a version's holders when none of its shards has a copy any more."""
     holders = s.model(holder).holders
-    if any(copy.key == key for w in s.members(s.group(holder)) for copy in w.copies()):
-        return
+    for worker in s.members(s.group(holder)):
+        if any(copy.key == key for copy in worker.copies()):
+            return
     replicas = holders.get(key, {})
     replicas.pop(holder.replica, None)
     if not replicas:
@@ -158,7 +159,7 @@ def add_copy(s: Step, worker: Worker, copy: Copy, *, staged: bool = False) -> No
 def add_awaited(s: Step, worker: Worker, copy: Copy) -> None:
     """Make a copy the one that the worker will fill next."""
     worker.awaited = copy
-    _hold(s, worker, copy)
+    _hold(s, worker, copy, touch=False)  # its round has just been looked at: it was promised what this will hold
 
 
 def add_offload(s: Step, worker: Worker, copy: Copy) -> None:
@@ -168,29 +169,32 @@ def add_offload(s: Step, worker: Worker, copy: Copy) -> None:
     _hold(s, worker, copy)
 
 
-def _hold(s: Step, worker: Worker, copy: Copy) -> None:
+def _hold(s: Step, worker: Worker, copy: Copy, *, touch: bool = True) -> None:
     s.state.copies[copy.id] = copy
     mark_copy(s, worker, copy)
     s.model(worker).holders.setdefault(copy.key, {})[worker.replica] = None
     if copy.state not in UNFINISHED:  # nobody keeps a version by what it has yet to get
         s.note(worker, copy.key)
-    s.touch(worker)
+    if touch:
+        s.touch(worker)
 
 
 def tell_followers(s: Step, copy: Copy) -> None:
     """Tell the readers of a copy how far they may read, and by which checksums if they have no manifest."""
-    for lease_id in sorted(copy.leases):
+    whole = copy.state not in UNFINISHED
+    for lease_id in sorted(copy.leases) if len(copy.leases) > 1 else copy.leases:
         lease = s.state.leases[lease_id]
+        reader = s.state.workers[lease.reader]
+        if lease.told < 0:
+            s.push(reader, SourceProgress(lease_id, copy.prefix, whole))
+            continue
         for message in progress_of(s, copy, lease):
-            s.push(s.state.workers[lease.reader], message)
+            s.push(reader, message)
 
 
 def progress_of(s: Step, copy: Copy, lease: Lease) -> Iterator[SourceProgress]:
-    """Yield what the reader of a copy has not heard yet, in messages of bounded size."""
+    """Yield what the reader of a copy without a manifest has not heard yet, in messages of bounded size."""
     whole = copy.state not in UNFINISHED
-    if lease.told < 0:
-        yield SourceProgress(lease.id, copy.prefix, whole)
-        return
     known = known_sums(s, copy)
     end = min(copy.prefix, len(known) // SUM_BYTES)
     while True:

@@ -8,22 +8,14 @@ from __future__ import annotations
 from tensorhub_core.ids import LeaseId, VersionKey
 from tensorhub_core.schedule.sources import Place
 from tensorhub_core.state.context import Step
-from tensorhub_core.state.records import Copy, Lease, ModelState, Worker
+from tensorhub_core.state.records import Copy, Group, Lease, ModelState, Seat, Worker
 
 
-def place_of(s: Step, worker: Worker) -> Place:
-    """Return where a worker runs."""
-    return Place(s.group(worker).zone, worker.host, worker.rail)
-
-
-def nic_of(place: Place, worker: Worker) -> str:
-    """Name the NIC that a worker reads and is read by; one of its own where its machine is not known."""
-    return f"{place.zone}/{place.host}/{place.rail}" if place.host else worker.id
-
-
-def machine_of(place: Place) -> str:
-    """Name the machine of a worker; empty if it is not known."""
-    return f"{place.zone}/{place.host}" if place.host else ""
+def seat_of(group: Group, worker: Worker) -> Seat:
+    """Return where a worker runs, by what it and the last of its replica have said; noted at a hello."""
+    zone, host, rail = group.zone, worker.host, worker.rail
+    nic, machine = (f"{zone}/{host}/{rail}", f"{zone}/{host}") if host else (worker.id, "")
+    return Seat(Place(zone, host, rail), nic, machine)
 
 
 def crosses(source: Place, reader: Place) -> bool:
@@ -34,17 +26,17 @@ def crosses(source: Place, reader: Place) -> bool:
 def ingress_of(s: Step, worker: Worker) -> int:
     """Return how many others read by a worker's NIC."""
     own = any(s.state.leases[lease].ingress for lease in worker.leases)
-    return s.state.flows.ingress.get(nic_of(place_of(s, worker), worker), 0) - own
+    return s.state.flows.ingress.get(worker.seat.nic, 0) - own
 
 
 def note_lease(s: Step, lease: Lease, copy: Copy) -> None:
     """Count a new lease where it goes by; a reader of several sources arrives once."""
     holder, reader = s.holder(copy), s.state.workers[lease.reader]
-    here, there = place_of(s, reader), place_of(s, holder)
+    here, there = reader.seat.place, holder.seat.place
     if not (here.host and here.host == there.host and here.zone == there.zone):
-        lease.egress = nic_of(there, holder)
+        lease.egress = holder.seat.nic
         if not any(s.state.leases[other].ingress for other in reader.leases):
-            lease.ingress = nic_of(here, reader)
+            lease.ingress = reader.seat.nic
     if crosses(there, here):
         lease.crosses = (copy.key, here.zone)
         s.model(reader).index.crossing.setdefault(lease.crosses, set()).add(lease.id)

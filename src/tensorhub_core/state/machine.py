@@ -118,24 +118,36 @@ def receive(s: Step, session: SessionId, request: int, message: Request) -> None
 
 
 def dispatch(s: Step, worker: Worker, request: int, message: Request) -> None:
-    """Hand a worker's request to the part that decides it."""
+    """Hand a worker's request to the part that decides it; what is asked most often is compared first."""
     match message:
         case Heartbeat():
             s.reply(worker, request, Ok())
-        case Leave():
-            membership.leave(s, worker, request)
-        case PutBlob():
-            blobs.put(s, worker, request, message)
+        case Announce():
+            reads.announce(s, worker, request, message)
         case GetBlob():
             blobs.get(s, worker, request, message)
+        case PutBlob():
+            blobs.put(s, worker, request, message)
+        case JoinRound():
+            calling.note_call(s, worker)
+            rounds.join(s, worker, request, message)
+        case Filling():
+            reads.filling(s, worker, request, message)
+        case Done():
+            calling.note_call(s, worker)
+            reads.done(s, worker, request, message)
+        case Wait():
+            versions.wait(s, worker, request, message)
+        case Unpublish():
+            versions.unpublish(s, worker, request, message)
+        case Leave():
+            membership.leave(s, worker, request)
         case Register():
             membership.register(s, worker, request, message)
         case RegisterStaging():
             staging.register(s, worker, request, message)
         case Publish():
             versions.publish(s, worker, request, message)
-        case Unpublish():
-            versions.unpublish(s, worker, request, message)
         case Offloaded():
             retention.offloaded(s, worker, request, message)
         case OffloadFailed():
@@ -144,13 +156,6 @@ def dispatch(s: Step, worker: Worker, request: int, message: Request) -> None:
             leaving.hand_over(s, worker, request, message)
         case Unstage():
             staging.unstage(s, worker, request, message)
-        case JoinRound():
-            calling.note_call(s, worker)
-            rounds.join(s, worker, request, message)
-        case Filling():
-            reads.filling(s, worker, request, message)
-        case Announce():
-            reads.announce(s, worker, request, message)
         case AskSums():
             reads.ask_sums(s, worker, request, message)
         case GiveSums():
@@ -158,13 +163,8 @@ def dispatch(s: Step, worker: Worker, request: int, message: Request) -> None:
         case Relocate():
             calling.note_call(s, worker)
             reads.relocate(s, worker, request, message)
-        case Done():
-            calling.note_call(s, worker)
-            reads.done(s, worker, request, message)
         case LeaveRound():
             reads.leave_round(s, worker, request, message)
-        case Wait():
-            versions.wait(s, worker, request, message)
         case Cancel():
             cancel(s, worker, request, message)
         case DescribeVersion():

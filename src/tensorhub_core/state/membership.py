@@ -12,6 +12,7 @@ from tensorhub_core.state.events import Send
 from tensorhub_core.state.hearing import hear_high, is_known, own_epoch
 from tensorhub_core.state.index import mark
 from tensorhub_core.state.leases import drop_copy, end_lease, revoke_lease
+from tensorhub_core.state.links import seat_of
 from tensorhub_core.state.manifests import forget_prefix
 from tensorhub_core.state.messages import (
     PROTOCOL,
@@ -77,6 +78,8 @@ def hello(s: Step, session: SessionId, request: int, m: Hello) -> None:
         zones.note_group(s, model, group)
     worker.announces_sums, worker.casts = m.announces_sums, m.casts
     worker.host, worker.rail = m.host, m.rail
+    for member in s.members(group):
+        member.seat = seat_of(group, member)
     mark(s, worker)
     note_told(worker, m.high)
     note_ended(s, group, worker, m)

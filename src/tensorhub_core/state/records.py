@@ -23,8 +23,9 @@ from tensorhub_core.state.kept import DrainCount, Keeping
 from tensorhub_core.state.lead import Lead
 from tensorhub_core.state.messages import Ended, Failure, Message, NothingNewer
 from tensorhub_core.state.reachability import Reachability
-from tensorhub_core.state.shelves import Flows, Index
+from tensorhub_core.state.shelves import NO_SEAT, Flows, Index
 from tensorhub_core.state.shelves import Lease as Lease
+from tensorhub_core.state.shelves import Seat as Seat
 from tensorhub_core.state.shelves import Ticket as Ticket
 
 
@@ -133,6 +134,7 @@ class Worker:
     host: str = ""
     rail: str = ""
     """The machine and, of it, the NIC group that it uses; empty is unknown. Shards of a replica may differ."""
+    seat: Seat = NO_SEAT  # the same with the zone of its replica: `state/links.py`
     offload_asked: CopyId | None = None
     offload_failed: Message | None = None
     """The copy that the worker was told to offload, and why it could not."""

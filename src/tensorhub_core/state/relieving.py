@@ -6,7 +6,6 @@ from tensorhub_core.schedule.sources import distance, width_of
 from tensorhub_core.state.candidates import candidate_of, reader_of
 from tensorhub_core.state.choosing import choose_among
 from tensorhub_core.state.context import Step
-from tensorhub_core.state.links import place_of
 from tensorhub_core.state.messages import SourceSlow
 from tensorhub_core.state.records import Copy, CopyState, ModelState, Worker
 from tensorhub_core.state.stragglers import only_source, reads_now
@@ -53,6 +52,6 @@ def is_as_good(s: Step, reader: Worker, source: Copy, other: Copy) -> bool:
     if other.state is not CopyState.PUBLISHED or not same:
         return False
     here, now, then = reader_of(s, reader), candidate_of(s, source), candidate_of(s, other)
-    if distance(here.place, then.place) > distance(here.place, place_of(s, s.holder(source))):
+    if distance(here.place, then.place) > distance(here.place, s.holder(source).seat.place):
         return False
     return width_of(here, then) <= max(1.0, width_of(here, now) - 1.0)

@@ -66,7 +66,7 @@ def settle(s: Step) -> None:
             release(s, model)
             for _, replica, key in (triple for triple in changed if triple[0] == name):
                 take_verdict(s, model, replica, key)
-            for key in [key for key, record in model.versions.items() if record.keeping.custody]:
+            for key in custodies(model):
                 attend(s, model, key, model.versions[key])
         drop_needless(s, model)
         answer_handovers(s, model)
@@ -74,7 +74,12 @@ def settle(s: Step) -> None:
 
 def is_at_work(model: ModelState) -> bool:
     """Tell whether somebody keeps a version, or wants to leave, and waits for what others do."""
-    return bool(model.handovers) or any(record.keeping.custody for record in model.versions.values())
+    return bool(model.handovers) or bool(custodies(model))
+
+
+def custodies(model: ModelState) -> list[VersionKey]:
+    """Return the versions that somebody has to keep."""
+    return [key for key, record in model.versions.items() if record.keeping.custody]
 
 
 def after_grace(s: Step) -> None:
@@ -91,7 +96,9 @@ def after_grace(s: Step) -> None:
 def release(s: Step, model: ModelState) -> None:
     """Release the versions of which enough newer ones are safe, for good."""
     records = model.versions.values()
-    for record in [record for record in records if not record.keeping.released]:
+    for record in records:
+        if record.keeping.released or model.high is None or record.key >= model.high:
+            continue
         newer = (other for other in records if other.was_whole and other.key > record.key)
         if sum(replaces(other, record) for other in newer) >= model.retain:
             record.keeping.released = True

@@ -187,7 +187,6 @@ def try_promise(s: Step, model: ModelState, group: Group, current: Round) -> Non
         return conclude(s, group, current, NothingNewer(current.number, *key))
     record = model.versions.get(key)
     was_whole = record is not None and record.was_whole
-    gone = key[1] < highest_number(model, key[0])
     current.key = key
     promised = any(joined.promised == key for joined in current.joined.values())
     if all(lease_shard(s, group, w.shard, current, promised) for w in members):
@@ -199,7 +198,8 @@ def try_promise(s: Step, model: ModelState, group: Group, current: Round) -> Non
     current.key, current.awaits_silent = None, waits
     if waits:
         return
-    if was_whole or current.want is None or (gone and record is None):
+    gone = record is None and key[1] < highest_number(model, key[0])
+    if was_whole or current.want is None or gone:
         text = f"version {show(key)} of model {model.name!r} has no reachable holder that this layout can read; "
         abort(s, group, current, VersionUnavailable(text + describe_holders(s, model, key)))
 
@@ -271,8 +271,8 @@ def leases_stand(s: Step, current: Round, shard: int) -> bool:
     """Tell whether all leases of a shard still live (law L4); an install reads under none."""
     if current.kind == "install":
         return True
-    leases = current.leases.get(shard, [])
-    return bool(leases) and all(lease in s.state.leases for lease in leases)
+    leases = current.leases.get(shard, ())
+    return bool(leases) and s.state.leases.keys() >= set(leases)
 
 
 def no_source_left(s: Step, group: Group, worker: Worker, current: Round) -> TensorHubError:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from tensorhub_core.ids import VersionKey
 from tensorhub_core.state.calling import is_orphaned
 from tensorhub_core.state.context import Step
-from tensorhub_core.state.links import crosses, crossing_into, place_of
+from tensorhub_core.state.links import crosses, crossing_into
 from tensorhub_core.state.records import Copy, CopyState, ModelState, Round, Worker
 
 SETTLING = 6
@@ -21,10 +21,10 @@ SETTLING = 6
 
 def awaited_seed(s: Step, reader: Worker, current: Round, copies: Iterable[Copy]) -> Worker | None:
     """Return the shard of its zone that a reader waits for instead of reading these copies across zones, if any."""
-    key, here = current.key, place_of(s, reader)
+    key, here = current.key, reader.seat.place
     if key is None or not s.state.config.policy.one_seed:
         return None
-    if not any(crosses(place_of(s, s.holder(copy)), here) for copy in copies):
+    if not any(crosses(s.holder(copy).seat.place, here) for copy in copies):
         return None
     model = s.model(reader)
     seeds = sorted({s.state.leases[lease].reader for lease in crossing_into(model, key, here.zone)})

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tensorhub_core.ids import CopyId, Digest, LeaseId, ModelName, ReplicaName, TicketId, VersionKey, WorkerId
+from tensorhub_core.schedule.sources import Place
 
 
 @dataclass(slots=True)
@@ -38,20 +39,38 @@ class Ticket:
     cuts: int
 
 
+class Seat(NamedTuple):
+    """Where a worker runs, and the names of its NIC and its machine."""
+
+    place: Place = Place()
+    nic: str = ""
+    """That it reads and is read by; one of its own where its machine is not known."""
+    machine: str = ""
+    """Empty if it is not known."""
+
+
+NO_SEAT = Seat()
+
+
 class Slot(NamedTuple):
     """Where a copy stands: with those of its layout, in its zone, at its level, in this order there."""
 
     layout: Digest
     leaving: bool
     zone: str
-    level: int
-    """How many read by its NIC: a read from it over the network takes at least the time of so many copies and one."""
-    depth: int
-    flows: int
     copy: CopyId
     host: str
     """Names the machine; empty if it is not known."""
     nic: str
+    level: int
+    """How many read by its NIC: a read from it over the network takes at least the time of so many copies and one."""
+    depth: int
+    flows: int
+
+    @property
+    def entry(self) -> tuple[int, int, CopyId]:
+        """Return what stands there."""
+        return self.depth, self.flows, self.copy
 
 
 class Offer(NamedTuple):
@@ -61,10 +80,10 @@ class Offer(NamedTuple):
     portable: bool
     converted: bool
     zone: str
-    level: int
-    load: int
     replica: ReplicaName
     hosts: tuple[str, ...]
+    level: int
+    load: int
 
 
 class Filed(NamedTuple):

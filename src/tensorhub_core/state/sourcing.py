@@ -10,7 +10,7 @@ from tensorhub_core.state.choosing import choose_among, offered_groups
 from tensorhub_core.state.context import Step
 from tensorhub_core.state.index import mark_copy
 from tensorhub_core.state.leases import add_awaited, grant, new_copy_id
-from tensorhub_core.state.links import crosses, place_of
+from tensorhub_core.state.links import crosses
 from tensorhub_core.state.manifests import content_of, may_be_followed, may_be_partial, sources_of
 from tensorhub_core.state.reaching import holds, out_of_reach, reads_in_vain
 from tensorhub_core.state.records import UNFINISHED, Copy, CopyState, Group, ModelState, Registration, Round, Worker
@@ -64,7 +64,7 @@ def note_sources(s: Step, reader: Worker, copy: Copy, sources: Sequence[Copy]) -
     """Note how the bytes of an unfinished copy come to it, when it has got its sources."""
     copy.depth, copy.route = depth_below(sources), ("", "")
     if sources:
-        here, there, above = place_of(s, reader), place_of(s, s.holder(sources[0])), sources[0]
+        here, there, above = reader.seat.place, s.holder(sources[0]).seat.place, sources[0]
         followed = above.state in UNFINISHED and not crosses(there, here)
         copy.route = above.route if followed else (there.zone, here.zone)
 

@@ -116,8 +116,8 @@ def note_newer(s: Step, model: ModelState, before: VersionKey | None) -> None:
 
 def note_progress(s: Step, worker: Worker, copy: Copy) -> None:
     """Take note of how far an agent has come with what it brings."""
-    group, model = s.group(worker), s.model(worker)
-    lead = model.leads.get(group.zone) if group.seeds else None
+    group = s.group(worker)
+    lead = s.model(worker).leads.get(group.zone) if group.seeds else None
     if lead is None or group.replica not in lead.agents or not is_behind(lead, copy.key):
         return
     if lead.bringing is None or copy.key > lead.bringing:
