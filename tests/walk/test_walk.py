@@ -103,8 +103,8 @@ def test_an_action_leaves_the_world_before_it_as_it_was() -> None:
 IGNORED = {
     "ServerState": "models config started_s now_s listen_from_s buried_s counter sessions blobs blob_bytes ticked_s "
     "swept_s reachability draining offloads tickets known_bytes flows",
-    "ModelState": "name stream streams created calling waiting holders retain handovers stuck drains offloads_made "
-    "offloads_dropped index",
+    "ModelState": "name stream streams created calling waiting holders finished retain handovers stuck drains "
+    "offloads_made offloads_dropped index",
     "Group": "model replica generation num_shards zone host spot keeper seeds retired next_round place",
     "Round": "told_slow told_late tried details number resumed held_since_s",
     "Joined": "offer session done_sums",

@@ -246,7 +246,7 @@ def offered_groups(
     With `silent` also those with workers that are silent at the moment.
     """
     found = []
-    for replica in model.holders.get(key, ()):
+    for replica in model.finished.get(key, ()):
         offer = offered_by(s, model.groups[replica], key, silent)
         if offer is not None and (promised or not offer[0]):
             found.append((model.groups[replica], *offer))

@@ -250,6 +250,15 @@ def index_is_a_full_scan(state: ServerState) -> Iterator[str]:
     s = Step(state, state.now_s)
     for model in state.models.values():
         yield from disagreements(s, model)
+        copies = [c for group in model.groups.values() for worker in s.members(group) for c in worker.copies()]
+        for holders, found in (
+            (model.holders, copies),
+            (model.finished, [c for c in copies if c.state not in UNFINISHED]),
+        ):
+            if {(key, name) for key in holders for name in holders[key]} != {
+                (c.key, s.holder(c).replica) for c in found
+            }:
+                yield f"the holders of {model.name} are not {holders}"
         crossing = {(lease.crosses, lease.id) for lease in state.leases.values() if lease.crosses is not None}
         mine = {pair for pair in crossing if s.state.workers[state.leases[pair[1]].reader].model == model.name}
         if mine != {(place, lease) for place, leases in model.index.crossing.items() for lease in leases}:

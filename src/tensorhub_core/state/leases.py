@@ -123,15 +123,19 @@ def drop_copy(s: Step, copy: Copy, reason: str) -> None:
 
 
 def forget_holder(s: Step, holder: Worker, key: VersionKey) -> None:
-    """Take a replica out of a version's holders when none of its shards has a copy any more."""
-    holders = s.model(holder).holders
+    """Take a replica out of a version's holders when none of its shards has a copy any more, or none all of it."""
+    unfinished = False
     for worker in s.members(s.group(holder)):
-        if any(copy.key == key for copy in worker.copies()):
-            return
-    replicas = holders.get(key, {})
-    replicas.pop(holder.replica, None)
-    if not replicas:
-        holders.pop(key, None)
+        for copy in worker.copies():
+            if copy.key == key and copy.state not in UNFINISHED:
+                return
+            unfinished = unfinished or copy.key == key
+    model = s.model(holder)
+    for holders in (model.finished,) if unfinished else (model.finished, model.holders):
+        replicas = holders.get(key, {})
+        replicas.pop(holder.replica, None)
+        if not replicas:
+            holders.pop(key, None)
 
 
 def unbind_manifest(s: Step, model: ModelState, copy: Copy) -> None:
@@ -174,9 +178,15 @@ def _hold(s: Step, worker: Worker, copy: Copy, *, touch: bool = True) -> None:
     mark_copy(s, worker, copy)
     s.model(worker).holders.setdefault(copy.key, {})[worker.replica] = None
     if copy.state not in UNFINISHED:  # nobody keeps a version by what it has yet to get
+        note_finished(s, worker, copy.key)
         s.note(worker, copy.key)
     if touch:
         s.touch(worker)
+
+
+def note_finished(s: Step, worker: Worker, key: VersionKey) -> None:
+    """Take note that a worker has all of its copy of a version."""
+    s.model(worker).finished.setdefault(key, {})[worker.replica] = None
 
 
 def tell_followers(s: Step, copy: Copy) -> None:

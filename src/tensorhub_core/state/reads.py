@@ -9,6 +9,7 @@ from tensorhub_core.state.index import mark_copy
 from tensorhub_core.state.leases import (
     add_copy,
     drop_copy,
+    note_finished,
     revoke_lease,
     tell_followers,
 )
@@ -241,6 +242,7 @@ def commit(s: Step, group: Group, current: Round) -> None:
         copy.sums, copy.partial, copy.content = joined.done_sums, False, ()
         set_known(s, copy, b"")
         copy.state = CopyState.PUBLISHED if published else CopyState.HELD
+        note_finished(s, worker, copy.key)
         mark_copy(s, worker, copy)
         worker.dirty = worker.dirty and current.kind == "stage"
         if published:

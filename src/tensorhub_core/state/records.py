@@ -310,7 +310,6 @@ class Waiting:
 @dataclass(slots=True)
 class ModelState:
     """One stream of versions. `high` is the highest version that ever was whole, `heard` the highest heard of.
-
     `created` is the highest that somebody who came back from an earlier life of the server had created there.
     """
 
@@ -327,6 +326,8 @@ class ModelState:
     waiting: list[Waiting] = field(default_factory=list)
     holders: dict[VersionKey, dict[ReplicaName, None]] = field(default_factory=dict)
     """Replicas of which some shard has a copy of the version, in any state; in the order in which they came."""
+    finished: dict[VersionKey, dict[ReplicaName, None]] = field(default_factory=dict)
+    """Those of which some shard has all of its copy: few, or none, while thousands read it."""
     index: Index = field(default_factory=Index)
     leads: dict[str, Lead] = field(default_factory=dict)
     """Zones in which a seed agent has been."""

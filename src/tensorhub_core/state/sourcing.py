@@ -16,6 +16,9 @@ from tensorhub_core.state.reaching import holds, out_of_reach, reads_in_vain
 from tensorhub_core.state.records import UNFINISHED, Copy, CopyState, Group, ModelState, Registration, Round, Worker
 from tensorhub_core.state.seeds import awaited_seed
 
+_MOST_NAMED = 8
+"""Versions, and holders of each, that a text names."""
+
 
 def choose_copies(s: Step, reader: Worker, current: Round, promised: bool) -> list[Copy]:
     """Choose the copies a shard reads the round's version from; empty if there are none.
@@ -127,12 +130,18 @@ def describe_holders(s: Step, model: ModelState, key: VersionKey) -> str:
         ("held at workers that are silent at the moment:", silent),
     )
     if whole or leaving or silent:
-        return "; ".join(f"{how} {', '.join(names[:8])}" for how, names in parts if names)
+        return "; ".join(f"{how} {', '.join(names[:_MOST_NAMED])}" for how, names in parts if names)
     held: dict[str, list[str]] = {}
-    for group in model.groups.values():
-        for worker in s.members(group):
-            for copy in worker.copies():
-                if copy.state not in UNFINISHED:
-                    held.setdefault(str(copy.key[1]), []).append(f"{group.replica}/{worker.shard}")
-    rows = "; ".join(f"version {v} at {', '.join(h[:8])}" for v, h in sorted(held.items())[:8])
+    for (_, number), replicas in model.finished.items():
+        names = held.setdefault(str(number), [])
+        for replica in replicas:
+            if len(names) >= _MOST_NAMED:  # there may be thousands, and as many who ask
+                break
+            names += [f"{replica}/{w.shard}" for w in s.members(model.groups[replica]) if has_all_of(w, number)]
+    rows = "; ".join(f"version {v} at {', '.join(h[:_MOST_NAMED])}" for v, h in sorted(held.items())[:_MOST_NAMED])
     return f"held now: {rows}" if rows else "nobody holds any version now"
+
+
+def has_all_of(worker: Worker, number: int) -> bool:
+    """Tell whether a worker has a finished copy of a version of this number."""
+    return any(copy.key[1] == number and copy.state not in UNFINISHED for copy in worker.copies())

@@ -52,7 +52,7 @@ def offered_at(s: Step, group: Group, key: VersionKey) -> bool:
 
 def whole_groups(s: Step, model: ModelState, key: VersionKey) -> Iterator[Group]:
     """Yield the replicas that offer the version whole and whose workers all seem to live."""
-    for replica in model.holders.get(key, ()):
+    for replica in model.finished.get(key, ()):
         group = model.groups[replica]
         if offered_at(s, group, key) and not any(w.suspected for w in s.members(group)):
             yield group

@@ -40,7 +40,7 @@ def _lives(s: Step, group: Group) -> bool:
 
 def is_there(s: Step, model: ModelState, zone: str, key: VersionKey) -> bool:
     """Tell whether some replica of a zone offers a version whole; its agents are looked at first."""
-    near = (model.groups[r] for r in chain(model.leads[zone].agents, model.holders.get(key, ())))
+    near = (model.groups[r] for r in chain(model.leads[zone].agents, model.finished.get(key, ())))
     return any(group.zone == zone and _offers(s, group, key) for group in near)
 
 
@@ -75,8 +75,8 @@ def note_group(s: Step, model: ModelState, group: Group) -> None:
 
 def _newest_in(s: Step, model: ModelState, zone: str) -> VersionKey | None:
     """Return the newest version that is whole in a zone."""
-    for key in sorted(model.holders, reverse=True):
-        if any(model.groups[r].zone == zone and _offers(s, model.groups[r], key) for r in model.holders[key]):
+    for key in sorted(model.finished, reverse=True):
+        if any(model.groups[r].zone == zone and _offers(s, model.groups[r], key) for r in model.finished[key]):
             return key
     return None
 

@@ -21,13 +21,16 @@ from tensorhub_core.state.messages import (
     Available,
     Committed,
     Done,
+    Failure,
     Filling,
     Heartbeat,
     Held,
+    LeaseFailure,
     Leave,
     Ok,
     Promise,
     Published,
+    Relocate,
     Unpublish,
     Wait,
 )
@@ -325,6 +328,23 @@ def test_to_read_all_at_once(hub: CountingHub, monkeypatch: pytest.MonkeyPatch) 
     for peer in peers:
         peer.answer(peer.ask(Done(0, peer.put(b"one"))), Committed)
     hub.bounded("Announce", "Done")
+
+
+def test_to_lose_the_last_source(hub: CountingHub) -> None:
+    """The trainer dies while all read from each other: each hears in its turn that nobody has the version."""
+    peers = fleet(hub, count=512)
+    trainer = hub.hello("trainer")
+    trainer.register(b"layout")
+    trainer.publish(1, b"one", Published)
+    leases = [peer.answer(peer.join(0), Promise).sources[0].lease for peer in peers]
+    for peer in peers:
+        peer.call(Filling(0), Ok)
+    trainer.call(Leave(), Ok)
+    hub.most.clear()
+    for peer, lease in zip(peers, leases, strict=True):
+        failed = peer.answer(peer.ask(Relocate(0, (LeaseFailure(lease, "lost"),))), Failure)
+        assert "nobody holds any version now" in failed.message
+    hub.bounded("Relocate")
 
 
 def test_waits_that_were_answered_do_not_count(hub: CountingHub) -> None:
