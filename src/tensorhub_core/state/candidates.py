@@ -99,11 +99,13 @@ def leads_to(s: Step, copy: Copy, reader: WorkerId) -> bool:
 def is_late(s: Step, copy: Copy) -> bool:
     """Tell whether the holder of a promised copy has put off filling it for so long that nobody should wait for it.
 
-    Or, of one that has no manifest yet, has not come on with it although its sources would let it: to reshard takes
-    more than to copy, and in other places.
+    Or it comes from another zone far more slowly than it could. Or its holder, of one that has no manifest yet, has not
+    come on with it although its sources would let it: to reshard takes more than to copy, and in other places.
     """
     if copy.state is CopyState.AWAITED:
         return s.now - copy.started_s >= s.state.config.begin_within_s
+    if copy.id in s.model(s.holder(copy)).index.slow:
+        return True
     left = copy.memory.num_segments - copy.prefix
     if copy.state is not CopyState.FILLING or copy.sums or not left:
         return False

@@ -38,6 +38,7 @@ from tensorhub_core.state.reaching import in_full, note_failure, note_read
 from tensorhub_core.state.records import Copy, CopyState, Group, Registration, Round, Worker
 from tensorhub_core.state.resuming import ended_before, keep_end
 from tensorhub_core.state.rounds import abort, drop_leases, drop_leases_of, in_words, keep_promise, leases_stand, where
+from tensorhub_core.state.slow_seeds import note_rate
 from tensorhub_core.state.sourcing import new_copy
 from tensorhub_core.state.tickets import pass_on
 from tensorhub_core.state.versions import PADDING_TOO, bind_manifest, note_offered, note_whole, show
@@ -202,6 +203,7 @@ def done(s: Step, worker: Worker, request: int, m: Done) -> None:
         stop_serving(s, copy, "there is no room for its checksums")
     copy.prefix, copy.done_bytes = copy.memory.num_segments, copy.memory.total_bytes
     copy.speed.finish(copy.done_bytes, s.now)
+    note_rate(s, worker, copy)
     if may_be_followed(copy):
         tell_followers(s, copy)
     over = ended_before(s, group, current)

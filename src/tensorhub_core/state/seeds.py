@@ -108,6 +108,8 @@ def comes_on(s: Step, member: Worker, theirs: Round, avoid: Iterable[object]) ->
         return since_s is not None and s.now - since_s < config.begin_within_s
     if copy.id in avoid:
         return False
+    if copy.id in s.model(member).index.slow and not copy.leases:
+        return False  # of those that follow it, one that has something of it already is sent across
     if copy.state is CopyState.AWAITED:
         return s.now - copy.started_s < config.begin_within_s
     left = copy.memory.num_segments - copy.prefix

@@ -100,11 +100,15 @@ Stand = tuple[ModelName, VersionKey, ReplicaName]
 
 @dataclass(slots=True)
 class Flows:
-    """Leases by the NICs that they leave by, readers by those that they arrive by, and what can be read by a NIC."""
+    """Leases by the NICs that they leave by, readers by those that they arrive by, and what can be read by a NIC.
+
+    `rates` remembers, by two zones, who crossed from one into the other last, and at how many bytes/s.
+    """
 
     egress: dict[str, int] = field(default_factory=dict)
     ingress: dict[str, int] = field(default_factory=dict)
     stands: dict[str, set[Stand]] = field(default_factory=dict)
+    rates: dict[tuple[str, str], tuple[tuple[ReplicaName, float], ...]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -132,6 +136,8 @@ class Index:
     """Copies that are followed and have no source themselves at the moment; also some that have one again."""
     late: set[CopyId] = field(default_factory=set)
     """Copies that nobody should wait for, as of the last look at the time."""
+    slow: set[CopyId] = field(default_factory=set)
+    """Of those, the ones that come from another zone far more slowly than the link lets them."""
     crossing: dict[tuple[VersionKey, str], set[LeaseId]] = field(default_factory=dict)
     """Leases under which a version is read into a zone from another one."""
     orphans: set[WorkerId] = field(default_factory=set)

@@ -19,6 +19,7 @@ from tensorhub_core.state.index import file_again
 from tensorhub_core.state.messages import SourceSlow
 from tensorhub_core.state.records import Copy, CopyState, ModelState, Round, Worker
 from tensorhub_core.state.seeds import forget_orphans
+from tensorhub_core.state.slow_seeds import slow_seeds
 
 _MOST_TOLD = 2
 _MOST_READERS = 1
@@ -30,12 +31,14 @@ def tell_stragglers(s: Step, model: ModelState) -> None:
     forget_orphans(s, model)
     file_again(s, model)
     model.index.late.clear()
+    slow_before, model.index.slow = model.index.slow, set()
     for key in sorted(model.index.filling):
         copies = [c for name in model.holders[key] for w in s.members(model.groups[name]) for c in w.copies()]
         copies = [copy for copy in copies if copy.key == key]
         for copy in copies:
             if copy.state is CopyState.FILLING:
                 copy.speed.measure(s.now)
+        model.index.slow |= slow_seeds(s, copies, slow_before)
         slow = slow_ones(copies)
         blamed = {source.id for copy in slow.values() if (source := only_source(s, copy)) is not None}
         for copy in slow.values():
@@ -58,7 +61,8 @@ def slow_ones(copies: list[Copy]) -> dict[CopyId, Copy]:
 
 def tell_queued(s: Step, key: VersionKey, copies: list[Copy]) -> None:
     """Tell one reader that is ready to leave the source that it waits for in vain, if there is another."""
-    s.model(s.holder(copies[0])).index.late.update(copy.id for copy in copies if is_late(s, copy))
+    model = s.model(s.holder(copies[0]))
+    model.index.late.update(copy.id for copy in copies if is_late(s, copy))
     waiting = held_up(s, copies)
     for copy in sorted(copies, key=lambda copy: (copy.depth, copy.id)) if waiting else ():
         source = only_source(s, copy)
@@ -74,7 +78,9 @@ def tell_queued(s: Step, key: VersionKey, copies: list[Copy]) -> None:
         told.add(source.id)
         whose = s.holder(source).replica
         text = f"{whose} has not begun to fill it for {s.now - source.started_s:.1f} s"
-        if source.state is CopyState.FILLING:
+        if source.id in model.index.slow:
+            text = f"{whose} gets {source.speed.bytes_per_s or 0.0:,.0f} bytes/s of it, far less than the link gives"
+        elif source.state is CopyState.FILLING:
             text = f"{whose} has not come on with it for {s.now - source.advanced_s:.1f} s"
         s.log("info", f"{reader.replica}/{reader.shard} is sent to another source of version {key[1]}: {text}")
         return s.push(reader, SourceSlow(current.number, next(iter(reader.leases)), text))
