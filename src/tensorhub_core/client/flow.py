@@ -44,6 +44,7 @@ class Flow:
         self._most_chunk_bytes = max(settings.chunk_bytes, min(settings.most_chunk_bytes, half))
         self._budget_bytes = min(_FIRST_BYTES, settings.chunk_bytes * settings.window)
         self._changed_s = -math.inf
+        self._limited_s = -math.inf
         self._least_s = math.inf
         """The shortest that a batch took."""
         self._count = 0
@@ -87,12 +88,20 @@ class Flow:
         easy_s = min(max(_EASY_S, _QUEUE * self._least_s), _QUICK_SHARE * self._settings.stall_timeout_s)
         if posted_s < self._changed_s:
             return  # it says nothing about the budget as it is now
-        if took_s < easy_s:
+        if took_s < easy_s and posted_s > self._limited_s:
             self._budget_bytes = min(self._chunk_bytes * self._settings.window, 2 * self._budget_bytes)
             self._changed_s = now
         elif took_s > 1.5 * easy_s:
             self._budget_bytes = max(_LEAST_BYTES, self._budget_bytes // 2)
             self._changed_s = now
+
+    def limited(self, now: float) -> None:
+        """Note that there is nothing more to ask for: that so little came quickly says nothing about more.
+
+        Whoever follows an unfinished copy asks for what is new of it: in pieces that are as large as ever may be, it
+        would pass each on only when all of it has come, and so would everybody behind.
+        """
+        self._limited_s = now
 
     def paused(self, now: float) -> None:
         """Forget the time until now: this process did not run, so the source is not to blame."""

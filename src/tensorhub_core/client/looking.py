@@ -99,7 +99,7 @@ class Looks:
             look = self._looks[lane.source]
             if lane.source in self._reads:
                 moved = self._hear(lane, look, self._transport.poll(self._reads[lane.source]), now) or moved
-            elif self._starves(lane, backlog, working):
+            if lane.source not in self._reads and self._starves(lane, backlog, working):
                 if now >= look.due_s:
                     moved = self._ask(lane, look, attach(lane), now) or moved
                 if lane.source not in self._reads:

@@ -183,6 +183,8 @@ class Pump:
         room = lane.flow.room_bytes()
         span = lane.next_span(self._backlog, self._lanes.working, self._job) if room else None
         if span is None:
+            if room:
+                lane.flow.limited(self._clock.now())
             return None
         begin, end, offset = span
         staged = bool(self._schedule.staged[begin])

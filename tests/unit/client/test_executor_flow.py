@@ -145,3 +145,19 @@ def test_a_pause_of_this_process_is_not_the_sources_fault() -> None:
     flow.paused(100.0)
     assert flow.stalled(104.9) == ""
     assert flow.stalled(105.0) != ""
+
+
+def test_little_that_came_quickly_because_there_was_no_more_makes_no_batch_larger() -> None:
+    """Who follows an unfinished copy gets a little at a time: that says nothing about how long much would take."""
+    flow, now = Flow(SETTINGS), 100.0
+    first = flow.room_bytes()
+    for _ in range(50):
+        flow.posted(64 << 10, now)
+        flow.limited(now)
+        flow.ended(64 << 10, now, now + 0.003)
+        now += 0.01
+    assert flow.room_bytes() == first
+    flow.posted(first, now)
+    flow.ended(first, now, now + 0.003)
+    flow.posted(flow.room_bytes(), now + 0.004)
+    assert flow.room_bytes(), "with enough to ask for it grows as ever"

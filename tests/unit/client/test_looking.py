@@ -282,8 +282,9 @@ def test_a_source_that_stops_while_it_is_looked_at_has_stalled(worlds: list[Worl
     assert 0.5 * QUICK.stall_timeout_s < time.monotonic() - began
 
 
-def test_it_rests_between_two_looks(worlds: list[World]) -> None:
-    worlds.append(world := Following())
+@pytest.mark.parametrize("step_bytes", [None, 2], ids=["answered at once", "answered later"])
+def test_it_rests_between_two_looks_but_not_for_long(worlds: list[World], step_bytes: int | None) -> None:
+    worlds.append(world := Following(network=MemoryNetwork(step_bytes)))
     before_s = time.process_time()
     job = world.follow()
     assert job.wait(0.5) is None
