@@ -90,16 +90,16 @@ class Assumptions:
         0.015, "s", "the same between zones: 30 ms round trip; assumption. The hub is in the trainer's zone"
     )
     hub_message_s: Assumption[float] = Assumption(
-        40e-6,
+        20e-6,
         "s",
-        "the hub's time for one request and its answer: 22,600-31,000 requests/s measured on one core"
+        "the hub's time for one request and its answer: 54,000-71,000 requests/s measured on one core"
         " (bench/results/control_plane.json). Constant: the time of the machine in this process is not virtual time",
     )
     hub_push_s: Assumption[float] = Assumption(
-        12e-6, "s", "each message more that a request brings about: 15.6 ms for 1,000 waiters (the same file)"
+        12e-6, "s", "each message more that a request brings about: 10-16 ms for 1,000 waiters (the same file)"
     )
     hub_join_s: Assumption[float] = Assumption(
-        120e-6, "s", "choosing sources for a reader: 57-133 ms for 1,000 joins (the same file)"
+        80e-6, "s", "choosing sources for a reader: 56-96 ms for 1,000 joins (the same file)"
     )
     hub_tick_worker_s: Assumption[float] = Assumption(
         1e-6, "s", "the hub's look at each worker, four times a lease: assumption from the machine's own time"
