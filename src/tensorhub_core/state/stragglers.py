@@ -10,6 +10,8 @@ copy: the others of the queue follow on, or are sent to its end, so that they do
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tensorhub_core.ids import CopyId, VersionKey
 from tensorhub_core.schedule.speed import Speed, is_slow
 from tensorhub_core.state.candidates import held_up, is_late
@@ -22,8 +24,11 @@ from tensorhub_core.state.seeds import forget_orphans
 from tensorhub_core.state.slow_seeds import slow_seeds
 
 _MOST_TOLD = 2
+_LAG_S = 1.0
 _MOST_READERS = 1
 """A source with more readers has no room for one that leaves another source."""
+
+Speeds = Mapping[tuple[str, str], Speed]
 
 
 def tell_stragglers(s: Step, model: ModelState) -> None:
@@ -39,24 +44,37 @@ def tell_stragglers(s: Step, model: ModelState) -> None:
             if copy.state is CopyState.FILLING:
                 copy.speed.measure(s.now)
         model.index.slow |= slow_seeds(s, copies, slow_before)
-        slow = slow_ones(copies)
+        best = best_speeds(copies)
+        slow = slow_ones(copies, best)
         blamed = {source.id for copy in slow.values() if (source := only_source(s, copy)) is not None}
         for copy in slow.values():
             source = only_source(s, copy)
-            if source is not None and source.id not in slow:
+            if source is not None and source.id not in slow and lags(copy, source, best[copy.route]):
                 tell(s, copy, source, key, blamed | slow.keys())
         tell_queued(s, key, copies)
 
 
-def slow_ones(copies: list[Copy]) -> dict[CopyId, Copy]:
-    """Return the copies that fill slowly, each compared with those whose bytes go between the same zones.
-
-    A link between zones is slower than those within one: who reads over it is not slow for that.
-    """
+def best_speeds(copies: list[Copy]) -> Speeds:
+    """Return the best speed between each two zones: a link between zones is slower than those within one."""
     best: dict[tuple[str, str], Speed] = {}
     for copy in copies:
         best[copy.route] = max(best.get(copy.route, copy.speed), copy.speed, key=lambda speed: speed.bytes_per_s or 0.0)
+    return best
+
+
+def slow_ones(copies: list[Copy], best: Speeds) -> dict[CopyId, Copy]:
+    """Return the copies that fill slowly, each compared with those whose bytes go between the same zones."""
     return {c.id: c for c in copies if c.state is CopyState.FILLING and is_slow(c.speed, [best[c.route]])}
+
+
+def lags(copy: Copy, source: Copy, best: Speed) -> bool:
+    """Tell whether its source has more for a slow reader than comes in a second at the best rate.
+
+    Who follows a copy gets nothing while that gets nothing; its rate says so for a while after that goes on.
+    """
+    if source.state is not CopyState.FILLING:
+        return True
+    return source.done_bytes - copy.done_bytes > (best.bytes_per_s or 0.0) * _LAG_S
 
 
 def tell_queued(s: Step, key: VersionKey, copies: list[Copy]) -> None:

@@ -139,6 +139,26 @@ def test_one_that_follows_a_slow_reader_waits_for_it_to_move(two: Readers) -> No
     assert len(two.told("from slow")) == 1
 
 
+def test_one_that_had_nothing_to_read_for_a_while_does_not_blame_who_goes_on_now(two: Readers) -> None:
+    """Its rate is still that of the time in which its source had nothing for it."""
+    two.reader("follower", "slow")
+    two.holder("other")
+    both = {"from slow": 2000, "follower": 2000}
+    two.read(4, {"from fast": 2000, **both})
+    two.read(7, {"from fast": 2000, "from slow": 0, "follower": 0})
+    assert two.told("from slow")
+    two.leave("from slow")
+    two.read(12, {"from fast": 2000, **both})
+    assert two.told("follower") == []
+
+
+def test_one_that_is_slow_itself_is_told_although_its_source_still_fills(two: Readers) -> None:
+    two.reader("follower", "slow")
+    two.holder("other")
+    two.read(12, {"from fast": 2000, "from slow": 2000, "follower": 100})
+    assert len(two.told("follower")) == 1
+
+
 def test_a_reader_that_is_done_still_shows_what_can_be_had(two: Readers) -> None:
     two.read(1, {"from fast": 50_000, "from slow": 100})
     fast = two.peers["from fast"]
