@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from bench.sim.assumptions import Assumptions
 from bench.sim.events import Events, Timer
 from bench.sim.links import Flow, Link, Network
+from bench.sim.shapes import Shape
 
 _MOST_PAUSE_S = 0.05
 """Rates change: so often it is looked again."""
+_MOST_LOOKS = 1000
+"""At a copy, while it comes."""
 _EPSILON = 0.5
 """Bytes: less is rounding."""
 
@@ -161,12 +164,16 @@ class Read:
                 part.flow = None
 
 
-def pause_between(assumptions: Assumptions, read: Read, segment_bytes: int, seen: int | None) -> float:
-    """Return how long nothing changes for whoever looks at a read: followers, if `seen` segments are, or the worker."""
+def pause_between(assumptions: Assumptions, read: Read, shape: Shape, seen: int | None) -> float:
+    """Return how long nothing changes for whoever looks at a read: followers, if `seen` segments are, or the worker.
+
+    What takes minutes is looked at more coarsely than it would be, at our expense.
+    """
     direct_s = assumptions.direct_s.value
     if not direct_s or seen is None:
         return assumptions.poll_s.value
     if not read.rate:
         return direct_s
-    missing = (seen + 1) * segment_bytes + assumptions.flight_bytes(read.rate) - read.count()
-    return min(direct_s * max(1, math.ceil(missing / read.rate / direct_s)), _MOST_PAUSE_S)
+    step_s = max(direct_s, shape.total_bytes / read.rate / _MOST_LOOKS)
+    missing = (seen + 1) * shape.segment_bytes + assumptions.flight_bytes(read.rate) - read.count()
+    return min(step_s * max(1, math.ceil(missing / read.rate / step_s)), max(step_s, _MOST_PAUSE_S))

@@ -362,7 +362,7 @@ class Worker:
         if not self._looks and self._read is not None:
             self._looks = True
             seen = self._verified if self.readers else None
-            pause_s = pause_between(self.assumptions, self._read, self.shape.segment_bytes, seen)
+            pause_s = pause_between(self.assumptions, self._read, self.shape, seen)
             self.events.later(max(after_s, pause_s), self._announce)
 
     def _verify(self, read: Read) -> int:
