@@ -66,7 +66,10 @@ SPARE = "spare"
 
 
 def _pytest(name: str, python: str, *arguments: str, limit_s: float, lane: str = "core") -> Phase:
-    return Phase(name, (python, "-m", "pytest", "-q", "--durations=5", *arguments), limit_s, tests=True, lane=lane)
+    # A worker that crashed is not replaced: pytest-xdist may wait for the new one for ever.
+    ends = ("--max-worker-restart=0",) if "-n" in arguments else ()
+    command = (python, "-m", "pytest", "-q", "--durations=5", *ends, *arguments)
+    return Phase(name, command, limit_s, tests=True, lane=lane)
 
 
 PHASES = (

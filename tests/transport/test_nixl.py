@@ -18,6 +18,7 @@ from tensorhub_core.errors import TransportError
 from tensorhub_core.transport.base import Region
 from tensorhub_core.transport.description import decode_description, encode_description
 from tensorhub_core.transport.nixl import NixlTransport
+from tensorhub_core.transport.nixl_agent import NixlAgent
 from tensorhub_core.transport.tcp_addresses import InterfaceAddress, interface_addresses
 from tests.transport.lab import batch, needs_nixl
 
@@ -125,15 +126,51 @@ def test_a_description_under_another_name_is_refused(transport: NixlTransport) -
     transport.attach(transport.describe())
 
 
-def test_broken_metadata_is_refused(transport: NixlTransport) -> None:
-    metadata = decode_description(transport.describe(), "nixl").metadata
+def test_what_was_damaged_on_the_way_never_comes_to_nixl(
+    transport: NixlTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """UCX ends the process over some of it, for example an address of another version of it."""
+    description = transport.describe()
     chance = np.random.default_rng(0)
-    for _ in range(300):
-        broken = bytearray(metadata[: int(chance.integers(1, len(metadata)))])
-        broken[int(chance.integers(len(broken)))] ^= int(chance.integers(1, 256))
-        with pytest.raises(TransportError):
-            transport.attach(encode_description("nixl", "x", bytes(broken)))
-    transport.attach(transport.describe())
+    with monkeypatch.context() as patch:
+        patch.setattr(NixlAgent, "add_peer", lambda *_: pytest.fail("NIXL was given something damaged"))
+        for _ in range(300):
+            broken = bytearray(description[: int(chance.integers(1, len(description) + 1))])
+            broken[int(chance.integers(len(broken)))] ^= int(chance.integers(1, 256))
+            with pytest.raises(TransportError):
+                transport.attach(bytes(broken))
+    transport.attach(description)
+
+
+def test_metadata_of_a_liar_make_no_peer() -> None:
+    """With a digest that is right: NIXL refuses most, and UCX ends the process over a few, which nobody can prevent."""
+    program = (
+        "import sys, numpy as np\nfrom tensorhub_core.errors import TransportError\n"
+        "from tensorhub_core.transport.base import Region\nfrom tensorhub_core.transport.nixl import NixlTransport\n"
+        "from tensorhub_core.transport.description import decode_description, encode_description\n"
+        "memory, chance = np.zeros(1 << 20, np.uint8), np.random.default_rng(0)\n"
+        "transport = NixlTransport('test')\ntransport.register([Region(memory.ctypes.data, memory.nbytes)])\n"
+        "good = transport.describe()\nmetadata = decode_description(good, 'nixl').metadata\n"
+        "for number in range(300):\n"
+        "    broken = bytearray(metadata[: int(chance.integers(1, 400))])\n"
+        "    broken[int(chance.integers(len(broken)))] ^= int(chance.integers(1, 256))\n"
+        "    if number < int(sys.argv[1]):\n        continue\n"
+        "    print(number, flush=True)\n"
+        "    try:\n        transport.attach(encode_description('nixl', 'x', bytes(broken)))\n"
+        "    except TransportError:\n        continue\n    sys.exit(1)\n"
+        "transport.attach(good)\nprint('all', flush=True)\n"
+    )
+    begin, ends = 0, []
+    while begin < 300:
+        command = [sys.executable, "-c", program, str(begin)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        said = done.stdout.split()
+        if said[-1] == "all":
+            break
+        assert done.returncode < 0, f"number {said[-1]} was attached: {done.stderr}"
+        ends.append(int(said[-1]))
+        begin = ends[-1] + 1
+    assert len(ends) < 30, f"the process ended over {ends}"
 
 
 def test_waiting_costs_next_to_no_cpu(transport: NixlTransport) -> None:

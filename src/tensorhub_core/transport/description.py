@@ -35,7 +35,8 @@ class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     agent: str
     metadata: bytes
     digest: bytes
-    """xxh3_128 of `metadata` and `places`: NIXL does not recover from metadata that were cut off or damaged."""
+    """xxh3_128 of `metadata`, `places` and `agent`: NIXL does not recover from metadata that were cut off or damaged,
+    and UCX ends the process over some."""
     places: tuple[str, ...] = ()
     """Interfaces and addresses where it is served, for people; those that `metadata` needs are in there."""
 
@@ -61,7 +62,7 @@ class Offer:
 def encode_description(transport: str, agent: str, metadata: bytes, places: Sequence[str] = ()) -> bytes:
     """Encode an envelope; raises TransportError above MAX_DESCRIPTION_BYTES."""
     told = tuple(places[:_MOST_PLACES])
-    data = msgspec.msgpack.encode(Description(FORMAT, transport, agent, metadata, _digest(metadata, told), told))
+    data = msgspec.msgpack.encode(Description(FORMAT, transport, agent, metadata, _digest(metadata, told, agent), told))
     if len(data) > MAX_DESCRIPTION_BYTES:
         raise TransportError(
             f"the transport's description takes {len(data):,} bytes, over the limit of {MAX_DESCRIPTION_BYTES:,}: "
@@ -142,7 +143,7 @@ def _decode(data: bytes) -> Description:
         raise TransportError(f"a peer's description has format {found.format}, this side reads {FORMAT}")
     if not 0 < len(found.agent.encode(errors="surrogatepass")) <= MAX_AGENT_NAME_BYTES:
         raise TransportError("a peer's description names no agent, or one with too long a name")
-    if _digest(found.metadata, found.places) != found.digest:
+    if _digest(found.metadata, found.places, found.agent) != found.digest:
         raise TransportError("a peer's description was damaged on the way")
     return found
 
@@ -158,7 +159,7 @@ def _members(found: Description) -> tuple[Members, dict[str, bytes]]:
     return members, {_decode(data).transport: data for data in members.descriptions}
 
 
-def _digest(metadata: bytes, places: Sequence[str]) -> bytes:
+def _digest(metadata: bytes, places: Sequence[str], agent: str) -> bytes:
     digest = xxhash.xxh3_128(metadata)
-    digest.update("\0".join(places).encode(errors="surrogatepass"))
+    digest.update("\0".join((*places, agent)).encode(errors="surrogatepass"))
     return digest.digest()
