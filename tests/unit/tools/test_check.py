@@ -105,6 +105,16 @@ def test_tests_that_hang_are_named(tmp_path: Path) -> None:
     assert "tests/test_it.py:2 test_a" in outcome.where
 
 
+def test_a_worker_that_crashes_ends_its_phase(tmp_path: Path) -> None:
+    """With one in its place, pytest-xdist would wait for ever where tests go by their files."""
+    assert all("--max-worker-restart=0" in phase.command for phase in check.PHASES if "-n" in phase.command)
+    crashes = "import os, signal\ndef test_a(): os.kill(os.getpid(), signal.SIGKILL)\ndef test_b(): pass\n"
+    command = (*pytest_phase(tmp_path, crashes).command, "-n", "2", "--dist", "loadfile", "--max-worker-restart=0")
+    outcome = ran(Phase("phase", command, 60, tests=True))
+    assert outcome.failed >= 1
+    assert any("test_it" in name for name in outcome.where)
+
+
 def test_settings_of_the_user_do_not_reach_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORHUB_SERVER", "tcp://10.0.0.1:1")
     program = "import os; exit(any(name.startswith('TENSORHUB_') for name in os.environ))"
