@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -22,14 +21,6 @@ from tests.unit.client.executor_world import QUICK, Counting, World, end_of
 from tests.unit.client.reading_world import Network, Record, empty_like, model
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture
-def worlds() -> Iterator[list[World]]:
-    opened: list[World] = []
-    yield opened
-    for world in opened:
-        world.executor.close()
 
 
 def test_a_version_is_read_whole_and_every_step_is_reported(worlds: list[World]) -> None:

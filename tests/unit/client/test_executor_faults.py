@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -17,14 +16,6 @@ from tensorhub_core.transport.faults import Fault, FaultKind, FaultPlan
 from tests.unit.client.executor_world import World, end_of
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture
-def worlds() -> Iterator[list[World]]:
-    opened: list[World] = []
-    yield opened
-    for world in opened:
-        world.executor.close()
 
 
 # --- failing sources --------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -62,14 +62,6 @@ class Following(World):
     @property
     def prefix(self) -> int:
         return max((prefix for prefix, *_ in self.record.heard), default=0)
-
-
-@pytest.fixture
-def worlds() -> Iterator[list[World]]:
-    opened: list[World] = []
-    yield opened
-    for world in opened:
-        world.executor.close()
 
 
 def until(true: Callable[[], bool], limit_s: float = 20.0) -> None:
