@@ -45,10 +45,15 @@ def offered_by(s: Step, group: Group, key: VersionKey, silent: bool = False) -> 
 
 def followed_of(s: Step, group: Group, key: VersionKey) -> Iterator[Copy]:
     """Yield the unfinished copies of a replica that others may follow."""
-    for worker in s.members(group) if s.state.config.policy.follows else ():
+    for worker in s.members(group):
         copy = worker.unfinished()
-        if copy is not None and copy.key == key and not worker.suspected and may_be_followed(copy):
+        if copy is not None and copy.key == key and is_offered_early(s, worker, copy):
             yield copy
+
+
+def is_offered_early(s: Step, worker: Worker, copy: Copy) -> bool:
+    """Tell whether others may follow an unfinished copy."""
+    return s.state.config.policy.follows and not worker.suspected and may_be_followed(copy)
 
 
 def describe(s: Step, model: ModelState, key: VersionKey, replica: ReplicaName) -> Filed | None:
@@ -68,7 +73,7 @@ def describe(s: Step, model: ModelState, key: VersionKey, replica: ReplicaName) 
         copy = worker.unfinished()
         if copy is not None and copy.key == key:
             unfinished = True
-            if s.state.config.policy.follows and not worker.suspected and may_be_followed(copy):
+            if is_offered_early(s, worker, copy):
                 slots.append(slot_of(s, worker, copy, False))
     return Filed(tuple(slots), offer, unfinished) if slots or unfinished else None
 
