@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -71,6 +71,11 @@ class SourceBook:
     def know(self, digest: Digest, layout: Layout, table: SegmentTable) -> None:
         """Remember the worker's own layout: it needs not be fetched."""
         self._remember_layout(digest, KnownLayout(layout, table))
+
+    def learn(self, blobs: Iterable[bytes]) -> None:
+        """Remember blobs that came with a promise: they are known by their contents, so they need no check."""
+        for data in blobs:
+            self._remember(digest_of(data), data)
 
     def plan(
         self,
@@ -153,14 +158,18 @@ class SourceBook:
             self._layouts.popitem(last=False)
 
     def _blob(self, digest: bytes, deadline: Deadline) -> bytes:
-        data = self._blobs.pop(digest, None)
+        data = self._blobs.get(digest)
         if data is None:
             data = self._fetch(digest, deadline)
+        self._remember(digest, data)
+        return data
+
+    def _remember(self, digest: bytes, data: bytes) -> None:
+        if self._blobs.pop(digest, None) is None:
             self._bytes += len(data)
         self._blobs[digest] = data
         while self._bytes > _CACHED_BYTES and len(self._blobs) > 1:
             self._bytes -= len(self._blobs.popitem(last=False)[1])
-        return data
 
     def _fetch(self, digest: bytes, deadline: Deadline) -> bytes:
         for last in (*[False] * (_TRIES - 1), True):

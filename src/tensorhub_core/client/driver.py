@@ -6,25 +6,24 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tensorhub_core.client.access import SourceBook, SourceFault
+from tensorhub_core.client.access import SourceFault
 from tensorhub_core.client.announcing import Announcing
 from tensorhub_core.client.asking import Asker
 from tensorhub_core.client.awaiting import Bell
-from tensorhub_core.client.exactness import WHOLE_SEGMENTS, Exactness, carried_over
+from tensorhub_core.client.exactness import carried_over
 from tensorhub_core.client.machine import step
-from tensorhub_core.client.memory import FilledMemory
 from tensorhub_core.client.moves import content, lease_of
 from tensorhub_core.client.prefix_word import tag_of
-from tensorhub_core.client.progress import CheckCallback, ProgressCallback, ReadProgress, breaks
+from tensorhub_core.client.progress import ProgressCallback, ReadProgress, breaks
 from tensorhub_core.client.progressive import Progressive, right_by, with_sums
-from tensorhub_core.client.reading import Destination, Executor, ReadEnd, ReadHandle, ReadOutcome, SourceAccess
+from tensorhub_core.client.promised import Promised
+from tensorhub_core.client.reading import Destination, ReadEnd, ReadHandle, ReadOutcome, SourceAccess
+from tensorhub_core.client.round_parts import RoundParts
 from tensorhub_core.client.rounds import (
     Abandon,
     Advance,
@@ -61,37 +60,12 @@ from tensorhub_core.layout.cuts import ExactPolicy
 from tensorhub_core.layout.read_plan import ReadPlan
 from tensorhub_core.layout.segments import SegmentTable
 from tensorhub_core.layout.types import Layout
-from tensorhub_core.observe.counters import WorkerCounters
 from tensorhub_core.observe.log import get_logger
 from tensorhub_core.state.bounds import MOST_CUTS
 from tensorhub_core.state.messages import Announce, Done, Filling, PutBlob, Reply, Request, Source, Welcome
 
 _POLL_S = 0.005
 _IDLE_S = 0.25
-
-
-class Wire(Protocol):
-    """What a round needs of the session."""
-
-    def submit(self, message: Request, answer: Callable[[Reply], None], *, life: int | None = None) -> int:
-        """Send a request."""
-
-    def tell(self, message: Request, life: int) -> None:
-        """Send a request whose reply does not matter."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoundParts:
-    """What a round works with. `withdraw(done)` takes the old copy back and calls `done(error or None)` at its end."""
-
-    wire: Wire
-    memory: FilledMemory
-    book: SourceBook
-    executor: Executor
-    withdraw: Callable[[Callable[[BaseException | None], None]], None]
-    counters: WorkerCounters
-    check: CheckCallback | None = None
-    exactness: Exactness = WHOLE_SEGMENTS
 
 
 class RoundDriver:
@@ -107,6 +81,7 @@ class RoundDriver:
         self._heard = Bell()
         self._effects: deque[Effect] = deque()
         self._progress = ReadProgress(progress, lambda error: self.post(Broken(error)))
+        self._promised = Promised(parts.book)
         self._accesses: list[SourceAccess] = []
         self._plan: ReadPlan | None = None
         self._plan_key: tuple[tuple[bytes, bytes], ...] = ()
@@ -151,6 +126,8 @@ class RoundDriver:
                     event, life = self._next()
                     if life and self._state.phase not in (Phase.STOPPING, Phase.LEAVING):
                         self.life = life
+                    if isinstance(event, Answered):
+                        self._promised.hear(event.reply, self.life)
                     _, effects = step(self._state, event, time.monotonic())
                     self._effects.extend(effects)
             except BaseException as error:
@@ -196,8 +173,8 @@ class RoundDriver:
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case Ask(asked, message):
-                if isinstance(message, Done) and self.sums is not None:
-                    self._tell(self.sums)  # each time: a server that has restarted does not have them
+                if isinstance(message, Done) and self.sums and not self._promised.names(self.sums.digest, self.life):
+                    self._tell(self.sums)  # a server that has restarted does not have them
                 answer = lambda reply: self.post(Answered(asked, reply))  # noqa: E731
                 self._parts.wire.submit(message, answer, life=self.life)
             case Tell(message):

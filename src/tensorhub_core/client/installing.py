@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from tensorhub_core.client.awaiting import Bell
 from tensorhub_core.client.device import fill_device
-from tensorhub_core.client.driver import RoundDriver, RoundParts
+from tensorhub_core.client.driver import RoundDriver
 from tensorhub_core.client.memory import RegisteredMemory
 from tensorhub_core.client.progress import ProgressCallback
 from tensorhub_core.client.reading import ReadEnd, ReadHandle, ReadObserver, ReadOutcome
+from tensorhub_core.client.round_parts import RoundParts
 from tensorhub_core.client.rounds import Broken, Planned, RoundState
 from tensorhub_core.client.staged_memory import StagedMemory
 from tensorhub_core.clock import Deadline

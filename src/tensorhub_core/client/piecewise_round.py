@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tensorhub_core.client.connect import open_worker
-from tensorhub_core.client.driver import RoundDriver, RoundParts
+from tensorhub_core.client.driver import RoundDriver
 from tensorhub_core.client.identity import Identity
 from tensorhub_core.client.machine import MAX_DISCARDS
 from tensorhub_core.client.moves import LEAVE_GRACE_S, STOP_GRACE_S, lease_of
@@ -23,6 +23,7 @@ from tensorhub_core.client.piecewise import Passage, StartOver
 from tensorhub_core.client.place import read_facts, settle
 from tensorhub_core.client.progress import CheckCallback, ProgressCallback, ReadProgress
 from tensorhub_core.client.reading import ReadEnd, ReadHandle, ReadOutcome, SourceAccess
+from tensorhub_core.client.round_parts import RoundParts
 from tensorhub_core.client.rounds import Broken, Phase, RoundState
 from tensorhub_core.client.tensors import RawTensor
 from tensorhub_core.client.versions import Version, wanted

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tensorhub_core.client.access import SourceBook
 from tensorhub_core.client.drain import Drain, error_of
-from tensorhub_core.client.driver import RoundDriver, RoundParts
+from tensorhub_core.client.driver import RoundDriver
 from tensorhub_core.client.exactness import Exactness
 from tensorhub_core.client.holding import Holding
 from tensorhub_core.client.installing import CopyList, InstallDriver
@@ -19,6 +19,7 @@ from tensorhub_core.client.memory import FilledMemory, RegisteredMemory
 from tensorhub_core.client.progress import CheckCallback, ProgressCallback
 from tensorhub_core.client.reading import Executor
 from tensorhub_core.client.resources import Resources
+from tensorhub_core.client.round_parts import RoundParts
 from tensorhub_core.client.rounds import End, Mode, RoundState
 from tensorhub_core.client.staged_memory import StagedMemory
 from tensorhub_core.client.versions import Version

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import xxhash
 
 from tensorhub_core.errors import RegistrationError, StateError
 from tensorhub_core.ids import Digest
 from tensorhub_core.state.context import Step
-from tensorhub_core.state.messages import Blob, GetBlob, Ok, PutBlob
+from tensorhub_core.state.messages import Blob, GetBlob, Ok, PutBlob, Source
 from tensorhub_core.state.records import BlobEntry, Worker
 
 KEEP_UNREFERENCED_S = 60.0
+MOST_ENCLOSED_BYTES = 128 << 10
+"""Blobs that come with a promise: so much is copied for everybody who asks at the same moment."""
+_MOST_REMEMBERED = 64
+"""Blobs that a worker is remembered to have: those of a few versions."""
 
 
 def put(s: Step, worker: Worker, request: int, m: PutBlob) -> None:
     """Store a blob; refused when its digest is wrong or the server's blob memory is full."""
     digest = Digest(m.digest)
+    note_has(worker, digest)
     known = s.state.blobs.get(digest)
     if known is not None:
         known.touched_s = s.now
@@ -38,7 +45,41 @@ def get(s: Step, worker: Worker, request: int, m: GetBlob) -> None:
     if entry is None:
         return s.fail(worker, request, StateError("the server does not have this blob (any more)"))
     entry.touched_s = s.now
+    note_has(worker, Digest(m.digest))
     s.reply(worker, request, Blob(m.digest, entry.data))
+
+
+def note_has(worker: Worker, digest: Digest) -> None:
+    """Remember that a worker has a blob. It may forget it, and asks for it then."""
+    worker.has.pop(digest, None)
+    worker.has[digest] = None
+    if len(worker.has) > _MOST_REMEMBERED:
+        del worker.has[next(iter(worker.has))]
+
+
+def enclose(s: Step, worker: Worker, sources: Sequence[Source]) -> tuple[bytes, ...]:
+    """Return what a reader may lack of the blobs that its sources name, as far as it is small.
+
+    A reader need not ask for them then: that is a message to the server for each, and the way there and back.
+    """
+    found: list[bytes] = []
+    room_bytes = MOST_ENCLOSED_BYTES
+    own = None if worker.memory is None else worker.memory.layout
+    for digest in _named(sources):
+        entry = s.state.blobs.get(digest)
+        if digest == own or digest in worker.has or entry is None or len(entry.data) > room_bytes:
+            continue
+        entry.touched_s = s.now
+        note_has(worker, digest)
+        found.append(entry.data)
+        room_bytes -= len(entry.data)
+    return tuple(found)
+
+
+def _named(sources: Iterable[Source]) -> dict[Digest, None]:
+    """Return the digests that sources name, each once."""
+    names = ((source.placement, source.sums, source.layout) for source in sources)
+    return dict.fromkeys(Digest(digest) for each in names for digest in each if digest)
 
 
 def sweep(s: Step, keep_s: float = KEEP_UNREFERENCED_S) -> None:

@@ -77,13 +77,14 @@ class Promise(Message, frozen=True):
     """Promise one version to the whole round, with leases on the sources of this shard.
 
     Either one or several sources with the reader's own layout and the same checksums, each of which has everything, or
-    every shard of one replica of another layout.
+    every shard of one replica of another layout. `blobs`: small ones that these sources name and the worker may lack.
     """
 
     round: int
     epoch: int
     number: int
     sources: tuple[Source, ...]
+    blobs: tuple[bytes, ...] = ()
 
 
 class NothingNewer(Message, frozen=True):
@@ -106,6 +107,7 @@ class Discard(Message, frozen=True):
 
     round: int
     sources: tuple[Source, ...]
+    blobs: tuple[bytes, ...] = ()
 
 
 class SumsGiven(Message, frozen=True):

@@ -7,6 +7,7 @@ before it is buried. So a shard that has no other source waits for either.
 from __future__ import annotations
 
 from tensorhub_core.ids import CopyId
+from tensorhub_core.state.blobs import enclose
 from tensorhub_core.state.choosing import choose_by_scan
 from tensorhub_core.state.context import Step
 from tensorhub_core.state.index import mark_copy
@@ -88,10 +89,11 @@ def tell_sources(s: Step, worker: Worker, current: Round) -> None:
     if any(s.state.leases[lease].crosses for lease in worker.leases):
         s.touched.add(worker.model)  # others who have lost their sources as well have waited for it
     sources = tuple(source_of(s, lease) for lease in current.leases.get(worker.shard, []))
+    blobs = enclose(s, worker, sources)
     if joined.rereads:
-        s.reply(worker, request, Discard(current.number, sources))
+        s.reply(worker, request, Discard(current.number, sources, blobs))
     else:
-        s.reply(worker, request, Promise(current.number, *current.key, sources))
+        s.reply(worker, request, Promise(current.number, *current.key, sources, blobs))
 
 
 def refresh_sums(s: Step, current: Round, worker: Worker) -> None:

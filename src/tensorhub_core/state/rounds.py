@@ -10,6 +10,7 @@ from tensorhub_core.errors import (
     VersionUnavailable,
 )
 from tensorhub_core.ids import ReplicaName, VersionKey
+from tensorhub_core.state.blobs import enclose
 from tensorhub_core.state.context import Step, failure
 from tensorhub_core.state.keeping import custodians
 from tensorhub_core.state.leases import drop_copy, end_lease, source_of
@@ -131,7 +132,7 @@ def tell_promise(s: Step, worker: Worker, current: Round) -> None:
         sources = tuple(source_of(s, lease) for lease in current.leases.get(worker.shard, []))
         refresh_sums(s, current, worker)
         note_told(worker, current.key)
-        s.reply(worker, request, Promise(current.number, *current.key, sources))
+        s.reply(worker, request, Promise(current.number, *current.key, sources, enclose(s, worker, sources)))
 
 
 def settle_round(s: Step, model: ModelState, replica: ReplicaName) -> None:
