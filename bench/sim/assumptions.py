@@ -121,11 +121,12 @@ class Assumptions:
     announces_one: Assumption[bool] = Assumption(
         True, "", "the next announcement waits for the answer to the last one (what if not: 0)"
     )
-    direct_s: Assumption[float] = Assumption(
-        0.004,
-        "s",
-        "followers look at their source's progress themselves, this often: client/looking.py, every 1 to 8 ms"
-        " (what if they heard of it through the hub: 0)",
+    looks: Assumption[bool] = Assumption(
+        True,
+        "",
+        "followers look at their source's progress themselves, 1 ms after news, then later and later up to 8 ms, each"
+        " time at the cost of a message there and back: client/looking.py, the real rule (what if they heard of it"
+        " through the hub: no)",
     )
     poll_s: Assumption[float] = Assumption(0.005, "s", "how often a worker looks: client/driver.py, _POLL_S")
     segment_bytes: Assumption[int] = Assumption(_CLIENT.segment_bytes, "B", "default setting: the unit of a prefix")
@@ -202,7 +203,7 @@ class Assumptions:
 
 def through_the_hub(assumptions: Assumptions) -> Assumptions:
     """Return what would be if followers did not look themselves."""
-    return replace(assumptions, direct_s=Assumption(0.0, "s", "what if"))
+    return replace(assumptions, looks=Assumption(False, "", "what if"))
 
 
 def table(assumptions: Assumptions) -> str:

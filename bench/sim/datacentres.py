@@ -80,11 +80,11 @@ def _run(assumptions: Assumptions, size: Size, remote: int, seed: int, agent: bo
     seldom = Assumption(announce_s, "s", "where all readers follow for minutes: rarer than in truth")
     fleet = fleet_of(replace(assumptions, announce_s=seldom), size, remote, seed, agent)
     rollouts = [fleet.replicas[f"remote-{number}"] for number in range(remote)]
-    fleet.publish(fleet.replicas["trainer"], 1)
+    trainer, seed_agent = fleet.replicas["trainer"], fleet.replicas.get("agent")
+    fleet.renew(trainer, fleet.pass_versions(trainer, rollouts, seed_agent) + 1)
     began_s, arrives_s = fleet.events.now, 0.0
-    if agent:
+    if seed_agent is not None:
         # Rollouts go on serving until the hub tells them of the version: when their zone has it.
-        seed_agent = fleet.replicas["agent"]
         fleet.update_when_told(rollouts)
         fleet.update_all([seed_agent], [began_s])
         arrives_s = seed_agent.stall_s

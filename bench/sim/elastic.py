@@ -41,10 +41,7 @@ def joining(assumptions: Assumptions, size: Size, standing: int, joiners: int, s
     trainer = fleet.add("trainer")
     old = [fleet.add(f"rollout-{number}") for number in range(standing)]
     fleet.connect([trainer, *old])
-    fleet.publish(trainer, 1)
-    if old:
-        fleet.update_all(old, [fleet.events.now] * standing)
-    before = sum(worker.out.carried_bytes for worker in trainer.workers)
+    fleet.pass_versions(trainer, old)
     spots = [fleet.add(f"spot-{number}", spot=True) for number in range(joiners)]
     began_s = fleet.events.now
     fleet.connect(spots)
@@ -64,7 +61,7 @@ def joining(assumptions: Assumptions, size: Size, standing: int, joiners: int, s
         max(star),
         nccl_s,
         size.shard_bytes / assumptions.link_bytes_per_s,
-        (sum(worker.out.carried_bytes for worker in trainer.workers) - before) / size.total_bytes,
+        sum(worker.out.carried_bytes for worker in trainer.workers) / size.total_bytes,
     )
 
 
@@ -96,10 +93,9 @@ def churn(
     one_s = size.shard_bytes / assumptions.link_bytes_per_s
     stalls: list[float] = []
     killed = failed = 0
-    for version in range(1, versions + 1):
-        if version > 1:
-            fleet.unpublish(trainer)
-        fleet.publish(trainer, version)
+    first = fleet.pass_versions(trainer, [*firm, *loose]) + 1
+    for version in range(first, first + versions):
+        fleet.renew(trainer, version)
         now = fleet.events.now
         doomed = fleet.random.sample(loose, int(share * spots))
         for spot in doomed:
@@ -136,6 +132,6 @@ def calm(assumptions: Assumptions, size: Size, replicas: int) -> float:
     trainer = fleet.add("trainer")
     rollouts: list[Replica] = [fleet.add(f"rollout-{number}") for number in range(replicas)]
     fleet.connect([trainer, *rollouts])
-    fleet.publish(trainer, 1)
+    fleet.renew(trainer, fleet.pass_versions(trainer, rollouts) + 1)
     fleet.update_all(rollouts, [fleet.events.now] * replicas)
     return sum(rollout.stall_s for rollout in rollouts) / replicas

@@ -53,10 +53,9 @@ def _far(assumptions: Assumptions, size: Size, replicas: int, seed: int) -> Flee
 def _fleet(assumptions: Assumptions, size: Size, replicas: int, seed: int, zone: str) -> Fleet:
     fleet = Fleet(assumptions, size.shard_bytes, size.gpus, seed)
     trainer = fleet.add("trainer")
-    for number in range(replicas):
-        fleet.add(f"rollout-{number}", zone)
+    rollouts = [fleet.add(f"rollout-{number}", zone) for number in range(replicas)]
     fleet.connect(fleet.replicas.values())
-    fleet.publish(trainer, 1)
+    fleet.renew(trainer, fleet.pass_versions(trainer, rollouts) + 1)
     return fleet
 
 
@@ -67,7 +66,7 @@ def _kill(name: str) -> Callable[[Fleet], None]:
 def _kill_seed(fleet: Fleet) -> None:
     """Kill the replica that crosses the link."""
     for replica in fleet.replicas.values():
-        if any(replica is not None and zone == HOME for w in replica.workers for _, _, zone in w.sources):
+        if any(zone == HOME for worker in replica.workers for _, _, zone in worker.sources):
             return fleet.kill(replica)
 
 

@@ -21,9 +21,13 @@ from tensorhub_core.state.messages import Reply
 
 MODEL = "policy"
 HOME = "home"
+EARLIER = 2
+"""Versions that have passed before one is measured: all hold the one before it, and have to withdraw it."""
 _BEATS = 20
 _LIMIT_S = 3600.0
 _MOST_TRIES = 20
+_HASTE = 1000.0
+"""So many times as fast are links while versions pass that are not measured."""
 
 
 class SimulationError(Exception):
@@ -61,6 +65,8 @@ class Fleet:
         self.peers: Peers = {}
         self.replicas: dict[str, Replica] = {}
         self.wan: dict[tuple[str, str], Link] = {}
+        self._links: list[Link] = []
+        self._haste = 1.0
         self._sessions: dict[SessionId, Session] = {}
         self._hosts: dict[str, int] = {}
         self._beat = 0
@@ -92,9 +98,10 @@ class Fleet:
         listener = _Late()
         session = Session(self.hub, identity, listener, latency_s, id_)
         nic = a.link_bytes_per_s
-        out, into = Link(f"{name}/{shard} out", nic), Link(f"{name}/{shard} in", nic)
+        out, into = self._link(f"{name}/{shard} out", nic), self._link(f"{name}/{shard} in", nic)
         shape = self.shapes[shard]
-        bus = (Link(f"{name}/{shard} to neighbours", a.bus_bytes_per_s.value), Link(f"{name}/{shard} from them", nic))
+        gives = self._link(f"{name}/{shard} to neighbours", a.bus_bytes_per_s.value)
+        bus = (gives, self._link(f"{name}/{shard} from them", nic))
         worker = Worker(self.events, self.network, a, session, shape, self.peers, self.path, out, into, bus)
         session.listener = worker
         self._sessions[id_] = session
@@ -111,8 +118,13 @@ class Fleet:
 
     def _between(self, one: str, other: str) -> Link:
         if (one, other) not in self.wan:
-            self.wan[one, other] = Link(f"{one} to {other}", self.assumptions.between_bytes_per_s)
+            self.wan[one, other] = self._link(f"{one} to {other}", self.assumptions.between_bytes_per_s)
         return self.wan[one, other]
+
+    def _link(self, name: str, bytes_per_s: float) -> Link:
+        link = Link(name, bytes_per_s * self._haste)
+        self._links.append(link)
+        return link
 
     def workers(self) -> Iterable[Worker]:
         """Yield all workers."""
@@ -148,6 +160,44 @@ class Fleet:
         for worker in replica.workers:
             worker.publish(version, lambda name=worker.name: left.discard(name))  # type: ignore[misc]
         self.run(lambda: not left, "publishing")
+
+    def pass_versions(self, trainer: Replica, others: Iterable[Replica], agent: Replica | None = None) -> int:
+        """Let all get some versions, quickly, as if they had been at it for long; return the newest, which all hold.
+
+        With a seed agent the others get each version when they are told that their zone has it. What is counted,
+        links carried and sources gave, is counted from here on.
+        """
+        others = list(others)
+        self._hurry(_HASTE)
+        for version in range(1, EARLIER + 1):
+            if version > 1:
+                self.unpublish(trainer)
+            self.publish(trainer, version)
+            if agent is not None:
+                self.update_when_told(others)
+                self.update_all([agent], [self.events.now])
+            else:
+                self.update_all(others, [self.events.now] * len(others))
+        self._hurry(1 / _HASTE)
+        for link in self._links:
+            link.carried_bytes = 0.0
+        for worker in self.workers():
+            worker.sources, worker.progress.announced = [], 0
+        self.hub.most_waiting_s = 0.0
+        return EARLIER
+
+    def renew(self, trainer: Replica, version: int) -> float:
+        """Let the trainer take its copy back and publish the next version; return how long it is stalled for that."""
+        began_s = self.events.now
+        self.unpublish(trainer)
+        self.publish(trainer, version)
+        return self.events.now - began_s
+
+    def _hurry(self, times: float) -> None:
+        self._haste *= times
+        for link in self._links:
+            link.bytes_per_s *= times
+            self.network.touch(link)
 
     def update_at(self, replica: Replica, time_s: float) -> None:
         """Let a replica stop at a time and get the newest version."""

@@ -12,7 +12,7 @@ from bench.sim.events import Events
 from tensorhub_core.ids import SessionId
 from tensorhub_core.state.events import Event, Received, Send, Tick
 from tensorhub_core.state.machine import step
-from tensorhub_core.state.messages import Blob, Done, JoinRound, Ok, PutBlob, Relocate, Reply, Request
+from tensorhub_core.state.messages import Blob, Discard, Done, JoinRound, Ok, Promise, PutBlob, Relocate, Reply, Request
 from tensorhub_core.state.records import MachineConfig, ServerState
 
 Deliver = Callable[[SessionId, int, Reply], None]
@@ -22,6 +22,13 @@ _CHOOSES = (JoinRound, Relocate)
 def is_told(request: int) -> bool:
     """Tell whether a request's answer does not matter; such requests have odd numbers, so that none is brought."""
     return request % 2 == 1
+
+
+def _blob_bytes(message: Reply) -> int:
+    """Return how many bytes of blobs an answer brings."""
+    if isinstance(message, Blob):
+        return len(message.data)
+    return sum(map(len, message.blobs)) if isinstance(message, (Promise, Discard)) else 0
 
 
 class Hub:
@@ -91,8 +98,8 @@ class Hub:
             if effect.request == 0:
                 done_s += self.assumptions.hub_push_s.value
                 self.messages[type(message).__name__] += 1
-            elif isinstance(message, Blob):
-                done_s += len(message.data) / self.assumptions.hub_bytes_per_s.value
+            else:
+                done_s += _blob_bytes(message) / self.assumptions.hub_bytes_per_s.value
             if not (isinstance(message, Ok) and is_told(effect.request)):
                 self.events.at(done_s, self._say, self.epoch, effect)
         self.busy_s += done_s - begin_s

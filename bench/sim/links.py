@@ -1,13 +1,14 @@
 """Share links between flows: max-min fair, computed anew only for the flows that a change can reach.
 
-A flow crosses all of its links at one rate. Rates are max-min fair: no flow could get more without taking from one
-that has no more than it does (progressive filling). A link is one direction of a network card, or what two datacentres
-share.
+A flow crosses all of its links at one rate. Rates are max-min fair: no flow could get more, up to the most that it
+takes, without taking from one that has no more than it does (progressive filling). A link is one direction of a network
+card, or what two datacentres share.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable
 
 
@@ -23,38 +24,57 @@ class Link:
 
 
 class Flow:
-    """Bytes on their way over some links; `changing` is called before the rate changes, `changed` after it has."""
+    """Bytes on their way over some links, at `most` so many per second.
 
-    __slots__ = ("changed", "changing", "links", "rate")
+    `changing` is called before the rate changes, `changed` after it has.
+    """
 
-    def __init__(self, links: Iterable[Link], changing: Callable[[], None], changed: Callable[[], None]) -> None:
+    __slots__ = ("changed", "changing", "links", "most", "rate")
+
+    def __init__(
+        self,
+        links: Iterable[Link],
+        changing: Callable[[], None],
+        changed: Callable[[], None],
+        most: float = math.inf,
+    ) -> None:
         self.links = tuple(links)
         self.rate = 0.0
+        self.most = most
         self.changing, self.changed = changing, changed
 
 
 def fair_rates(flows: Iterable[Flow]) -> dict[Flow, float]:
     """Return the max-min fair rates of flows that share links with no others."""
+    flows = list(flows)
+    if len(flows) == 1:
+        flow = flows[0]
+        return {flow: min(flow.most, *(link.bytes_per_s for link in flow.links))}
     rates: dict[Flow, float] = {}
     left: dict[Link, float] = {}
     count: dict[Link, int] = {}
-    flows = list(flows)
     for flow in flows:
         for link in flow.links:
             left.setdefault(link, link.bytes_per_s)
             count[link] = count.get(link, 0) + 1
-    order = {link: number for number, link in enumerate(left)}
-    heap = [(left[link] / count[link], number, link) for link, number in order.items()]
+    heap: list[tuple[float, int, Link | Flow]] = [
+        (left[link] / count[link], number, link) for number, link in enumerate(left)
+    ]
+    heap += [(flow.most, len(left) + number, flow) for number, flow in enumerate(flows) if flow.most < math.inf]
     heapq.heapify(heap)
     while heap:
-        share, number, link = heapq.heappop(heap)
-        if not count[link]:
+        share, number, full = heapq.heappop(heap)
+        if isinstance(full, Flow):
+            given: Iterable[Flow] = (full,)
+        elif not count[full]:
             continue
-        now = left[link] / count[link]
-        if now > share:  # others have been given less than their share of this link since
-            heapq.heappush(heap, (now, number, link))
-            continue
-        for flow in link.flows:
+        else:
+            now = left[full] / count[full]
+            if now > share:  # others have been given less than their share of this link since
+                heapq.heappush(heap, (now, number, full))
+                continue
+            given = full.flows
+        for flow in given:
             if flow in rates:
                 continue
             rates[flow] = share
@@ -69,6 +89,7 @@ class Network:
 
     def __init__(self) -> None:
         self._dirty: dict[Link, None] = {}
+        self._heard: dict[Callable[[], None], None] = {}
 
     def add(self, flow: Flow) -> None:
         """Let a flow run."""
@@ -83,9 +104,28 @@ class Network:
             link.flows.pop(flow, None)
             self._dirty[link] = None
 
+    def bound(self, flow: Flow, most: float) -> None:
+        """Let a flow that runs take at most so many bytes per second."""
+        flow.most = most
+        for link in flow.links:
+            self._dirty[link] = None
+
+    def touch(self, link: Link) -> None:
+        """Note that a link gives more or less than before."""
+        self._dirty[link] = None
+
+    def once_settled(self, action: Callable[[], None]) -> None:
+        """Let something happen once, when all rates are those of now."""
+        self._heard[action] = None
+
     def settle(self) -> None:
         """Give every flow that a change reaches its new rate."""
-        while self._dirty:
+        while self._dirty or self._heard:
+            if not self._dirty:
+                heard, self._heard = self._heard, {}
+                for action in heard:
+                    action()
+                continue
             flows = self._reached()
             changed = [(flow, rate) for flow, rate in fair_rates(flows).items() if rate != flow.rate]
             for flow, _ in changed:

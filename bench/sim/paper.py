@@ -262,8 +262,9 @@ def draw_tree(plan: Plan) -> Result:
     fleet = fleet_of(plan.assumptions, size, far, plan.seed, agent=False)
     rollouts = [fleet.add(f"rollout-{number}", HOME) for number in range(near)]
     fleet.connect(rollouts)
-    fleet.publish(fleet.replicas["trainer"], 1)
     others = [replica for name, replica in fleet.replicas.items() if name != "trainer"]
+    trainer = fleet.replicas["trainer"]
+    fleet.renew(trainer, fleet.pass_versions(trainer, others) + 1)
     fleet.update_all(others, [fleet.events.now + 0.05 * number for number in range(len(others))])
     edges = []
     for replica in others:

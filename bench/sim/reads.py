@@ -1,4 +1,8 @@
-"""One reader's read: bytes come from one or several sources, from each as far as it may be read by now."""
+"""One reader's read: bytes come from one or several sources, from each as far as it may be read by now.
+
+How far that is may grow all the time, where a reader follows one that reads itself: then the limit has a slope, and
+the reader comes on as fast as its source, some time behind it. Nothing has to happen meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +10,45 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from bench.sim.assumptions import Assumptions
 from bench.sim.events import Events, Timer
 from bench.sim.links import Flow, Link, Network
-from bench.sim.shapes import Shape
 
-_MOST_PAUSE_S = 0.05
-"""Rates change: so often it is looked again."""
-_MOST_LOOKS = 1000
-"""At a copy, while it comes."""
 _EPSILON = 0.5
 """Bytes: less is rounding."""
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 @dataclass(eq=False)
 class Part:
-    """What comes from one source: nothing beyond its first `limit` bytes."""
+    """What comes from one source: nothing beyond its first `limit` bytes, which become `slope` more every second.
+
+    Once the reader has come to a limit with a slope, it follows `lag_s` behind it. `starved()` is called, once for each
+    limit without a slope, when no more than comes in `early_s`, and no more than `early_bytes`, is left below it.
+    """
 
     links: tuple[Link, ...]
     limit: float
-    latency_s: float = 0.0
+    starved: Callable[[], None] = _nothing
+    early_s: float = 0.0
+    early_bytes: float = 0.0
+    slope: float = 0.0
+    lag_s: float = 0.0
     flow: Flow | None = None
     gone: bool = False
+    told: bool = False
+    """`starved()` was called for this limit."""
+
+    @property
+    def rides(self) -> bool:
+        """Tell whether nothing is left but what its source brings."""
+        return self.slope > 0 and not self.lag_s
+
+    def spare_bytes(self, rate: float) -> float:
+        """Return how much is left below the limit when it is said to be used up."""
+        return 0.0 if self.told else min(rate * self.early_s, self.early_bytes)
 
 
 @dataclass(eq=False)
@@ -42,15 +63,20 @@ class Read:
     parts: dict[str, Part] = field(default_factory=dict)
     since_s: float = 0.0
     over: bool = False
-    moved: Callable[[], None] = lambda: None
-    """Called when it begins to move again after it had nothing to do."""
+    moved: Callable[[], None] = _nothing
+    """Called when it comes on at another rate than before."""
     _timer: Timer | None = None
     _planned_rate: float = 0.0
     _due_s: float = 0.0
+    _told_rate: float = 0.0
 
-    def add(self, name: str, links: tuple[Link, ...], limit: float) -> None:
+    def __post_init__(self) -> None:
+        self._near = _EPSILON + 1e-9 * self.total
+
+    def add(self, name: str, links: tuple[Link, ...], limit: float) -> Part:
         """Add a source, before `begin`."""
-        self.parts[name] = Part(links, min(limit, self.total))
+        part = self.parts[name] = Part(links, min(limit, self.total))
+        return part
 
     def begin(self) -> None:
         """Let bytes flow."""
@@ -60,13 +86,34 @@ class Read:
     def advance(self, name: str, limit: float) -> None:
         """Allow more of a source to be read."""
         part = self.parts.get(name)
-        if part is None or self.over or limit <= part.limit:
+        if part is None or self.over:
             return
-        part.limit = min(limit, self.total)
-        if part.flow is None:
-            self._review()
+        self.count()
+        if limit <= part.limit:
+            return
+        part.limit, part.told = min(limit, self.total), False
+        if part.limit == self.total:
+            part.slope = 0.0
+        self._review()
+
+    def follow(self, name: str, limit: float, slope: float, lag_s: float) -> None:
+        """Allow more of a source, and ever more from now on."""
+        part = self.parts[name]
+        self.count()
+        part.limit, part.told = max(part.limit, min(limit, self.total)), False
+        part.slope, part.lag_s = slope, lag_s
+        self._review()
+
+    def slow_down(self, name: str, slope: float) -> None:
+        """Let the limit of a source grow at another rate, 0 if it stands still now."""
+        part = self.parts[name]
+        self.count()
+        part.slope, part.told = slope, False
+        if part.flow is not None and part.flow.most < math.inf and slope:
+            self.network.bound(part.flow, slope)
+            self._plan(anew=True)
         else:
-            self._plan()
+            self._review()
 
     def lose(self, name: str) -> None:
         """Let nothing come from a source any more."""
@@ -88,6 +135,8 @@ class Read:
             elapsed = now - self.since_s
             self.since_s = now
             for part in self.parts.values():
+                if part.slope:
+                    part.limit = min(self.total, part.limit + part.slope * elapsed)
                 if part.flow is not None:
                     here = part.flow.rate * elapsed
                     self.done += here
@@ -101,6 +150,12 @@ class Read:
         """Return the bytes per second that come at the moment."""
         return sum(part.flow.rate for part in self.parts.values() if part.flow is not None)
 
+    def allowed(self) -> float:
+        """Return how many bytes may be read by now, at `since_s`."""
+        return max((part.limit for part in self.parts.values() if not part.gone), default=0.0)
+
+    # --- who gives --------------------------------------------------------------------------------------------------
+
     def _review(self) -> None:
         """See which sources can give something now."""
         self.count()
@@ -108,50 +163,103 @@ class Read:
             self.done = self.total
             self._close()
             return self.ended()
-        rested = all(part.flow is None for part in self.parts.values())
         for part in self.parts.values():
-            gives = not part.gone and part.limit > self.done + _EPSILON
-            if gives and part.flow is None:
-                part.flow = Flow(part.links, self._changing, self._changed)
-                self.network.add(part.flow)
-            elif not gives and part.flow is not None:
+            if part.slope and part.lag_s and not part.gone and part.limit <= self.done + self._near:
+                part.limit, part.lag_s = self.done - part.slope * part.lag_s, 0.0
+        most = self._givers()
+        for part in self.parts.values():
+            takes = most.get(part)
+            if takes is None and part.flow is not None:
                 self.network.remove(part.flow)
                 part.flow = None
-        self._plan()
-        if rested and any(part.flow is not None for part in self.parts.values()):
-            self.moved()
+            elif takes is not None and part.flow is None:
+                part.flow = Flow(part.links, self._changing, self._changed, takes)
+                self.network.add(part.flow)
+            elif takes is not None and part.flow is not None and part.flow.most != takes:
+                self.network.bound(part.flow, takes)
+        self.network.once_settled(self._tell)
+        self._plan(anew=True)
+
+    def _givers(self) -> dict[Part, float]:
+        """Return who gives something now, and how fast at most."""
+        there = [part for part in self.parts.values() if not part.gone]
+        ahead = [part for part in there if part.limit > self.done + self._near]
+        if ahead:
+            return dict.fromkeys(ahead, math.inf)
+        riders = [part for part in there if part.rides and part.limit >= self.done - self._near]
+        if not riders:
+            return {}
+        first = max(riders, key=lambda part: part.slope)
+        first.limit = self.done
+        return {first: first.slope}
 
     def _changing(self) -> None:
         self.count()
 
     def _changed(self) -> None:
+        for part in self.parts.values():
+            flow = part.flow
+            if flow is not None and flow.rate < flow.most < math.inf:
+                flow.most = math.inf  # it falls behind its source: it may catch up when it can
+        self.network.once_settled(self._tell)
         if self._timer is None or abs(self.rate - self._planned_rate) > 1e-9 * self._planned_rate:
             self._plan()  # else the sources have only changed places
 
-    def _plan(self) -> None:
+    def _tell(self) -> None:
+        if self.over:
+            return
+        rate = self.rate
+        if abs(rate - self._told_rate) > 1e-9 * max(rate, self._told_rate):
+            self._told_rate = rate
+            self.moved()
+
+    # --- when to look again -----------------------------------------------------------------------------------------
+
+    def _plan(self, anew: bool = False) -> None:
         """Be called again when there is something to decide, or before: then it is seen how much longer it takes."""
         if self.over:
             return
         self.count()
         rate = self._planned_rate = self.rate
-        limits = [part.limit for part in self.parts.values() if part.flow is not None]
-        left = min(self.total, *limits) - self.done if limits else 0.0
-        due_s = self.events.now + max(0.0, left) / rate if rate > 0 else math.inf
+        due_s = self.events.now + self._quiet_s(rate)
         if self._timer is not None:
-            if self._due_s <= due_s < math.inf:
+            if not anew and self._due_s <= due_s < math.inf:
                 return
             self._timer.cancel()
             self._timer = None
         if due_s < math.inf:
             self._timer, self._due_s = self.events.at(due_s, self._reach), due_s
+        self._starve(rate)
+
+    def _quiet_s(self, rate: float) -> float:
+        """Return for how long there is nothing to decide."""
+        least = (self.total - self.done) / rate if rate > 0 else math.inf
+        for part in self.parts.values():
+            if part.gone or (part.limit >= self.total and not part.slope):
+                continue
+            if part.flow is None:
+                if part.rides and part.slope > rate:
+                    least = min(least, (self.done - part.limit) / (part.slope - rate))
+            elif part.flow.most == math.inf and rate > part.slope:
+                spare = 0.0 if part.slope else part.spare_bytes(rate)
+                least = min(least, (part.limit - spare - self.done) / (rate - part.slope))
+        return max(0.0, least)
+
+    def _starve(self, rate: float) -> None:
+        """Say whose limit is used up."""
+        for part in self.parts.values():
+            if part.told or part.gone or part.slope or part.limit >= self.total:
+                continue
+            if part.limit <= self.done + part.spare_bytes(rate) + self._near:
+                part.told = True
+                part.starved()
 
     def _reach(self) -> None:
         self._timer = None
         self.count()
-        limits = [part.limit for part in self.parts.values() if part.flow is not None]
-        target = min([self.total, *limits])
-        if abs(self.done - target) <= _EPSILON + 1e-9 * self.total:  # rounding of times
-            self.done = target
+        for part in self.parts.values():
+            if part.flow is not None and not part.slope and abs(self.done - part.limit) <= self._near:
+                self.done = part.limit  # rounding of times
         self._review()
 
     def _close(self) -> None:
@@ -162,18 +270,3 @@ class Read:
             if part.flow is not None:
                 self.network.remove(part.flow)
                 part.flow = None
-
-
-def pause_between(assumptions: Assumptions, read: Read, shape: Shape, seen: int | None) -> float:
-    """Return how long nothing changes for whoever looks at a read: followers, if `seen` segments are, or the worker.
-
-    What takes minutes is looked at more coarsely than it would be, at our expense.
-    """
-    direct_s = assumptions.direct_s.value
-    if not direct_s or seen is None:
-        return assumptions.poll_s.value
-    if not read.rate:
-        return direct_s
-    step_s = max(direct_s, shape.total_bytes / read.rate / _MOST_LOOKS)
-    missing = (seen + 1) * shape.segment_bytes + assumptions.flight_bytes(read.rate) - read.count()
-    return min(step_s * max(1, math.ceil(missing / read.rate / step_s)), max(step_s, _MOST_PAUSE_S))

@@ -40,14 +40,14 @@ class Standalone:
 
 
 def standalone(assumptions: Assumptions, size: Size, replicas: int, skew_s: float, seed: int = 1) -> Standalone:
-    """Simulate one version."""
+    """Simulate one version after others: all hold the one before it."""
     fleet = Fleet(assumptions, size.shard_bytes, size.gpus, seed)
     trainer = fleet.add("trainer")
     rollouts = [fleet.add(f"rollout-{number}") for number in range(replicas)]
     fleet.connect([trainer, *rollouts])
-    began_s, busy_s = fleet.events.now, fleet.hub.busy_s
-    fleet.publish(trainer, 1)
-    publish_s = fleet.events.now - began_s
+    version = fleet.pass_versions(trainer, rollouts) + 1
+    busy_s = fleet.hub.busy_s
+    publish_s = fleet.renew(trainer, version)
     ready = [fleet.random.uniform(0.0, skew_s) if skew_s else 0.0 for _ in rollouts]
     now = fleet.events.now
     fleet.update_all(rollouts, [now + each for each in ready])
@@ -73,5 +73,5 @@ def standalone(assumptions: Assumptions, size: Size, replicas: int, skew_s: floa
         hub_busy=(fleet.hub.busy_s - busy_s) / max(lasted_s, 1e-9),
         hub_waits_s=fleet.hub.most_waiting_s,
         sent_models=sum(worker.out.carried_bytes for worker in trainer.workers) / size.total_bytes,
-        announcements=sum(worker.announced for worker in fleet.workers()),
+        announcements=sum(worker.progress.announced for worker in fleet.workers()),
     )

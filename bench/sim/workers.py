@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 from bench.sim.assumptions import Assumptions
 from bench.sim.events import Events
+from bench.sim.following import Follow
 from bench.sim.links import Link, Network
-from bench.sim.reads import Read, pause_between
+from bench.sim.progress import Progress
+from bench.sim.reads import Read
 from bench.sim.session import Session
 from bench.sim.shapes import Shape, blob
 
-from tensorhub_core.client.announcing import Announcing
 from tensorhub_core.client.machine import step
 from tensorhub_core.client.moves import lease_of
+from tensorhub_core.client.promised import Promised
 from tensorhub_core.client.reading import ReadEnd, ReadOutcome
 from tensorhub_core.client.rounds import (
     Abandon,
@@ -41,6 +44,7 @@ from tensorhub_core.client.rounds import (
     Withdrawn,
 )
 from tensorhub_core.client.rounds import Read as ReadEffect
+from tensorhub_core.layout.canonical import digest_of
 from tensorhub_core.state.messages import (
     Announce,
     Available,
@@ -49,7 +53,6 @@ from tensorhub_core.state.messages import (
     Filling,
     GetBlob,
     Held,
-    Ok,
     Publish,
     PutBlob,
     Register,
@@ -62,6 +65,14 @@ from tensorhub_core.state.messages import (
 Peers = dict[bytes, "Worker"]
 """By the digest of their placement."""
 _NO_READS = np.zeros(0, np.bool_)
+
+
+class _Book(set[bytes]):
+    """The digests of the blobs that a worker knows."""
+
+    def learn(self, blobs: Iterable[bytes]) -> None:
+        """Know blobs that came with a promise."""
+        self.update(map(digest_of, blobs))
 
 
 @dataclass(eq=False)
@@ -86,24 +97,21 @@ class Worker:
     published: bool = False
     sources: list[tuple[float, str, str]] = field(default_factory=list)
     """(when, replica, zone) of the sources it began to read from."""
-    announced: int = 0
-    readers: list[tuple[Worker, str]] = field(default_factory=list)
-    """Who reads from this worker's memory now, and under which lease."""
     _placement: PutBlob | None = None
-    _from: list[Worker] = field(default_factory=list)
-    _known: set[bytes] = field(default_factory=set)
+    _from: list[tuple[Worker, Follow]] = field(default_factory=list)
+    _known: _Book = field(default_factory=lambda: _Book())
+    _promised: Promised = field(init=False)
     _next_round: int = 0
     _round: RoundState | None = None
     _ended: Callable[[End], None] | None = None
     _read: Read | None = None
     _done: float = 0.0
-    _verified: int = 0
-    _announcing: Announcing = field(default_factory=Announcing)
     _life: int = 0
-    _looks: bool = False
-
     _content: bytes = b""
     _waits: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.progress = Progress(self.events, self.assumptions, self.shape, self._announce, self._entered)
 
     # --- what its owner asks for ------------------------------------------------------------------------------------
 
@@ -149,14 +157,20 @@ class Worker:
     def unpublish(self, done: Callable[[], None]) -> None:
         """Take the copy back."""
         self.session.held, self.published = None, False
-        self.session.ask(Unpublish(), lambda _: done(), durable=True)
+
+        def ended(_: Reply) -> None:
+            self.progress.clear()
+            done()
+
+        self.session.ask(Unpublish(), ended, durable=True)
 
     def update(self, ended: Callable[[End], None], mode: Mode = "update") -> None:
         """Get the newest version."""
         assert self._round is None, f"{self.name} is in a round already"
         state = RoundState(self._next_round, None, mode, self.key, True, None, self.published)
-        self._round, self._ended, self._done, self._verified = state, ended, 0.0, 0
-        self._announcing, self._content = Announcing(self.assumptions.announce_s.value), b""
+        self._round, self._ended, self._done, self._content = state, ended, 0.0, b""
+        self.progress.start()
+        self._promised = Promised(self._known)  # type: ignore[arg-type]
         self._feed(Begin())
 
     def wait(self, heard: Callable[[int], None]) -> None:
@@ -175,8 +189,9 @@ class Worker:
         self.alive = self.session.alive = False
         if self._read is not None:
             self._read.stop()
-        for reader, lease in list(self.readers):
-            reader.source_died(lease)
+        self.progress.clear()
+        for follow in list(self.progress.followers):
+            follow.lost()
 
     # --- the round --------------------------------------------------------------------------------------------------
 
@@ -187,9 +202,10 @@ class Worker:
     def on_reopened(self, welcome: Welcome) -> None:
         """Hear of a new welcome."""
         self._life += 1
+        self.progress.life = self._life
         if self._round is not None:
             self._feed(Reopened(welcome))
-            self._look()
+            self.progress.see_to_it()
         else:
             self._next_round = welcome.next_round
 
@@ -211,12 +227,12 @@ class Worker:
     def _carry_out(self, state: RoundState, effect: Effect) -> None:
         match effect:
             case Ask(asked, message):
-                if isinstance(message, Done):
+                if isinstance(message, Done) and not self._promised.names(self._sums(state).digest, self._life):
                     self.session.tell(self._sums(state))
                 self.session.ask(message, lambda reply: self._answer(state, asked, reply))
             case Tell(message):
                 if isinstance(message, Filling):
-                    self._announcing.begin()
+                    self.progress.announcing.begin()
                 self.session.tell(message)
             case Plan(keep):
                 self._plan(state, keep)
@@ -238,6 +254,7 @@ class Worker:
 
     def _answer(self, state: RoundState, asked: int, reply: Reply) -> None:
         if self._round is state:
+            self._promised.hear(reply, self._life)
             self._feed(Answered(asked, reply))
 
     def _sums(self, state: RoundState) -> PutBlob:
@@ -247,9 +264,9 @@ class Worker:
         """Get what is not known of the sources, then the plan stands."""
         content = state.sources[0].sums
         if not keep or content != self._content:
-            self._done, self._verified = 0.0, 0
+            self._done, self.progress.verified = 0.0, 0
         self._content = content
-        self._announcing.begin()
+        self.progress.announcing.begin()
         wanted = [d for s in state.sources for d in (s.layout, s.placement, s.sums) if d and d not in self._known]
         missing = set(wanted)
 
@@ -270,22 +287,32 @@ class Worker:
     def _begin(self, state: RoundState) -> None:
         """Read what is missing from all sources."""
         read = Read(self.events, self.network, float(self.shape.total_bytes), lambda: self._all_here(state))
-        read.done, read.moved = self._done, self._look
-        self._read = read
+        read.done, self._read = self._done, read
         dead: list[str] = []
         for source in state.sources:
             peer = self.peers[source.placement]
             lease = lease_of(state, source.lease)
             limit = self._limit(state.prefixes.get(source.lease, 0), source.lease in state.whole)
-            read.add(lease, self.path(peer, self), limit)
-            peer.readers.append((self, lease))
-            self._from.append(peer)
+            part = read.add(lease, self.path(peer, self), limit)
+            word = functools.partial(peer.progress.word, source.sums)
+            lost = functools.partial(self.source_died, lease)
+            looks = self.assumptions.looks.value and limit < self.shape.total_bytes
+            segment_bytes, away_s = self.shape.segment_bytes, self._away_s(peer)
+            follow = Follow(self.events, read, lease, part, word, segment_bytes, away_s, lost, looks)
+            peer.progress.followers.append(follow)
+            self._from.append((peer, follow))
             self.sources.append((self.events.now, source.replica, peer.session.identity.place.zone))
             if not peer.alive:
                 dead.append(lease)
         read.begin()
+        self.progress.begin(read, state.sources[0].sums)
         for lease in dead:
             self.source_died(lease)
+
+    def _away_s(self, peer: Worker) -> float:
+        """Return how long a message to a peer takes."""
+        here, there = self.session.identity.place.zone, peer.session.identity.place.zone
+        return self.assumptions.latency_s.value + (self.assumptions.wan_latency_s.value if here != there else 0.0)
 
     def _advance(self, lease: str, prefix: int, whole: bool) -> None:
         if self._read is not None:
@@ -312,15 +339,16 @@ class Worker:
         if read is None:
             return
         read.stop()
-        self._verify(read)
-        self._done = min(read.done, self._limit(self._verified, False))
+        self.progress.end(whole=False)
+        self._done = min(read.done, self._limit(self.progress.verified, False))
         self._leave_sources()
         self._later(0.0, state, lambda: ReadEnded(outcome))
 
     def _leave_sources(self) -> None:
         self._read = None
-        for peer in self._from:
-            peer.readers = [(reader, lease) for reader, lease in peer.readers if reader is not self]
+        for peer, follow in self._from:
+            follow.end()
+            peer.progress.followers.remove(follow)
         self._from = []
 
     def _bytes(self) -> int:
@@ -330,7 +358,8 @@ class Worker:
         """Take the end of the read: everything is verified soon after."""
         read = self._read
         assert read is not None
-        self._done, self._verified = read.done, self.shape.segments
+        self._done = read.done
+        self.progress.end(whole=True)
         self._leave_sources()
         self._later(0.0, state, lambda: ReadEnded(ReadOutcome(ReadEnd.VERIFIED, _NO_READS, self.shape.total_bytes)))
 
@@ -341,6 +370,7 @@ class Worker:
         if end.error is None and end.key is not None:
             self._hold(end.key, end.published or end.held)
         elif end.dirty:
+            self.progress.clear()
             self.key, self.session.held, self.published = None, None, False
         ended, self._ended = self._ended, None
         if ended is not None:
@@ -357,42 +387,9 @@ class Worker:
 
     # --- announcements ----------------------------------------------------------------------------------------------
 
-    def _look(self, after_s: float = 0.0) -> None:
-        """See to it that progress is announced, as `client/driver.py` does: it looks every few milliseconds."""
-        if not self._looks and self._read is not None:
-            self._looks = True
-            seen = self._verified if self.readers else None
-            pause_s = pause_between(self.assumptions, self._read, self.shape, seen)
-            self.events.later(max(after_s, pause_s), self._announce)
+    def _entered(self) -> bool:
+        return self._round is not None and self._round.entered and self.alive
 
-    def _verify(self, read: Read) -> int:
-        """Return how many segments are verified: those of what is in flight are not."""
-        done, rate = read.count(), read.rate
-        flight = self.assumptions.flight_bytes(rate) if rate > 0 else 0.0
-        self._verified = max(self._verified, int(max(0.0, done - flight) // self.shape.segment_bytes))
-        return self._verified
-
-    def _announce(self) -> None:
-        self._looks = False
-        read, state = self._read, self._round
-        if read is None or state is None or not self.alive:
-            return
-        a, now = self.assumptions, self.events.now
-        figures = (self._verify(read), int(read.done))
-        if a.direct_s.value:
-            for reader, lease in self.readers:
-                self.events.later(a.latency_s.value, reader.look_at, self, lease)
-        if state.entered and self._announcing.is_due(figures, self._life, now, seen=bool(a.direct_s.value)):
-            answered = self._announcing.note(figures, self._life, now)
-            self.announced += 1
-            self.session.ask(Announce(state.number, *figures), answered)
-            if not a.announces_one.value:
-                answered(Ok())
-            self._look(a.announce_s.value if not a.direct_s.value else 0.0)
-        elif read.rate or figures[0] > self._announcing.told[0]:
-            self._look()  # else it looks again when something moves
-
-    def look_at(self, source: Worker, lease: str) -> None:
-        """See how far a source is, without the hub."""
-        if source._read is not None:
-            self._advance(lease, source._verified, False)
+    def _announce(self, figures: tuple[int, int], answered: Callable[[Reply], None]) -> None:
+        if self._round is not None:
+            self.session.ask(Announce(self._round.number, *figures), answered)
