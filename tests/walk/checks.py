@@ -118,14 +118,13 @@ def heard(world: World) -> list[str]:
 
 
 def one_seed(world: World) -> list[str]:
-    """One reader of a zone fetches a version from another zone; one more only while it is not known who has died."""
-    scene = world.scene
-    if not scene.zones or scene.doubts or scene.suspicions or scene.restarts:
-        return []
-    found = []
+    """One reader of a zone fetches a version from another zone; one more for each that is left, or may have died."""
+    found: list[str] = []
+    if not world.scene.zones:
+        return found
     for (key, zone), leases in world.model.index.crossing.items():
         replicas = {world.server.workers[world.server.leases[lease].reader].replica for lease in leases}
-        if len(replicas) > 1 + world.failed:
+        if len(replicas) > 1 + world.failed + world.doubts:
             found.append(f"zones: {', '.join(sorted(replicas))} all fetch {key} into {zone}")
     return found
 

@@ -109,7 +109,7 @@ IGNORED = {
     "Round": "told_slow told_late tried details number resumed held_since_s",
     "Joined": "offer session done_sums",
     "Worker": "id session token model replica shard observer stream creates_in last_seen_s room_bytes ended tickets "
-    "announces_sums casts zone host rail seat waits",
+    "announces_sums casts zone host rail seat waits has",
     "Copy": "id worker memory done_bytes started_s speed draining_since_s origin sums converted advanced_s route",
     "Lease": "id reader round tickets since_s egress ingress crosses",
     "Keeping": "firm",
@@ -117,7 +117,7 @@ IGNORED = {
     "VersionRecord": "total_bytes keeping",
 }
 """What does not tell states apart: identities, times, counts, what follows from others, what no scene uses
-(questions for sums, conversions, machines and who cannot reach whom)."""
+(questions for sums, conversions, machines and who cannot reach whom), and which blobs need not be sent again."""
 
 
 @pytest.mark.parametrize("kind", IGNORED)

@@ -69,6 +69,8 @@ class World:
     """The newest version that was whole at some replica of the readers' zone, in a scene with agents."""
     failed: bool = False
     """A process has died, or was given up while it lived."""
+    doubts: int = 0
+    """How often somebody who lives may have been taken for gone: follows from the budgets that are left."""
     over: frozenset[tuple[str, int]] = frozenset()
     promised: frozenset[tuple[str, int]] = frozenset()
     """Rounds that had ended, or had a promise, before the last step."""
@@ -76,10 +78,12 @@ class World:
     def clone(self) -> World:
         """Return an independent copy."""
         actors = [a.clone() for a in self.actors]
-        return World(self.scene, clone(self.server), actors, self.born, self.brought, self.failed)
+        left = (self.brought, self.failed, self.doubts)
+        return World(self.scene, clone(self.server), actors, self.born, *left)
 
     def spend(self, budget: str) -> None:
         """Take one from a budget."""
+        self.doubts += budget in ("doubts", "suspicions", "restarts")
         self.scene = replace(self.scene, **{budget: getattr(self.scene, budget) - 1})
 
     @property
