@@ -10,8 +10,8 @@ from bench.sim.links import Link
 from bench.sim.star import better, star_times
 
 FAR = "far"
-_ANNOUNCEMENTS = 200
-"""Without an agent, everybody follows what crosses for minutes: so often in all is enough, and costs ours a little."""
+_ANNOUNCEMENTS = 50
+"""Without an agent, everybody follows what crosses for minutes: so often in all is enough, as all look themselves."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 
 class Link:
@@ -23,25 +24,25 @@ class Link:
         self.carried_bytes = 0.0
 
 
+class Owner(Protocol):
+    """Whose bytes they are."""
+
+    def changing(self) -> None:
+        """Hear that the rate of some of its flows is about to change."""
+
+    def changed(self) -> None:
+        """Hear that it has."""
+
+
 class Flow:
-    """Bytes on their way over some links, at `most` so many per second.
+    """Bytes on their way over some links, at `most` so many per second."""
 
-    `changing` is called before the rate changes, `changed` after it has.
-    """
+    __slots__ = ("links", "most", "owner", "rate")
 
-    __slots__ = ("changed", "changing", "links", "most", "rate")
-
-    def __init__(
-        self,
-        links: Iterable[Link],
-        changing: Callable[[], None],
-        changed: Callable[[], None],
-        most: float = math.inf,
-    ) -> None:
+    def __init__(self, links: Iterable[Link], owner: Owner | None = None, most: float = math.inf) -> None:
         self.links = tuple(links)
         self.rate = 0.0
-        self.most = most
-        self.changing, self.changed = changing, changed
+        self.owner, self.most = owner, most
 
 
 def fair_rates(flows: Iterable[Flow]) -> dict[Flow, float]:
@@ -128,12 +129,13 @@ class Network:
                 continue
             flows = self._reached()
             changed = [(flow, rate) for flow, rate in fair_rates(flows).items() if rate != flow.rate]
-            for flow, _ in changed:
-                flow.changing()
+            owners = {flow.owner: None for flow, _ in changed if flow.owner is not None}
+            for owner in owners:
+                owner.changing()
             for flow, rate in changed:
                 flow.rate = rate
-            for flow, _ in changed:
-                flow.changed()
+            for owner in owners:
+                owner.changed()
 
     def _reached(self) -> list[Flow]:
         """Return the flows that share a link with a changed one, or with a flow that does."""

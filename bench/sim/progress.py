@@ -12,7 +12,7 @@ from bench.sim.following import NOTHING, Follow, Word
 from bench.sim.reads import Read
 from bench.sim.shapes import Shape
 
-from tensorhub_core.client.announcing import SEEN_S, UNANSWERED_S, Announcing
+from tensorhub_core.client.announcing import SEEN_S, Announcing
 from tensorhub_core.state.messages import Ok, Reply
 
 Announce = Callable[[tuple[int, int], Callable[[Reply], None]], None]
@@ -41,8 +41,8 @@ class Progress:
     announcing: Announcing = field(default_factory=Announcing)
     _read: Read | None = None
     _told_s: float = -math.inf
-    _owed: object | None = None
-    """An announcement whose answer is waited for."""
+    _owed: int | None = None
+    """The life of the session in which the answer to an announcement is waited for."""
     _timer: Timer | None = None
     _grid_s: float = 0.0
 
@@ -121,11 +121,10 @@ class Progress:
         if read is None or read.over:
             return
         a, now, told = self.assumptions, self.events.now, self.announcing.told[0]
-        if self._owed is not None:
-            due_s = self._told_s + UNANSWERED_S
-        else:
-            least_s = max(a.announce_s.value, SEEN_S) if a.looks.value and told else a.announce_s.value
-            due_s = max(self._told_s + least_s, now + self._more_in_s(told))
+        if self._owed == self.life:
+            return  # the answer comes, or another life of the session
+        least_s = max(a.announce_s.value, SEEN_S) if a.looks.value and told else a.announce_s.value
+        due_s = max(self._told_s + least_s, now + self._more_in_s(told))
         if due_s < math.inf:
             polls = max(1, math.ceil((max(due_s, now) - self._grid_s) / a.poll_s.value - 1e-6))
             at_s = self._grid_s + polls * a.poll_s.value
@@ -147,11 +146,11 @@ class Progress:
         figures = (segments, min(self.shape.total_bytes, segments * self.shape.segment_bytes))
         if self.entered() and self.announcing.is_due(figures, self.life, now, seen=seen):
             answered = self.announcing.note(figures, self.life, now)
-            this = self._owed = object()
+            life = self._owed = self.life
 
             def heard(reply: Reply) -> None:
                 answered(reply)
-                if self._owed is this:
+                if self._owed == life:
                     self._owed = None
                     self.see_to_it()
 

@@ -130,10 +130,9 @@ class Read:
 
     def count(self) -> float:
         """Count what has come by now; returns it."""
-        now = self.events.now
-        if now > self.since_s:
-            elapsed = now - self.since_s
-            self.since_s = now
+        elapsed = self.events.now - self.since_s
+        if elapsed > 0:
+            self.since_s = self.events.now
             for part in self.parts.values():
                 if part.slope:
                     part.limit = min(self.total, part.limit + part.slope * elapsed)
@@ -173,7 +172,7 @@ class Read:
                 self.network.remove(part.flow)
                 part.flow = None
             elif takes is not None and part.flow is None:
-                part.flow = Flow(part.links, self._changing, self._changed, takes)
+                part.flow = Flow(part.links, self, takes)
                 self.network.add(part.flow)
             elif takes is not None and part.flow is not None and part.flow.most != takes:
                 self.network.bound(part.flow, takes)
@@ -193,16 +192,22 @@ class Read:
         first.limit = self.done
         return {first: first.slope}
 
-    def _changing(self) -> None:
+    def changing(self) -> None:
+        """Hear that its bytes are about to come at other rates."""
         self.count()
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
+        """Hear that they do."""
+        rate = 0.0
         for part in self.parts.values():
             flow = part.flow
-            if flow is not None and flow.rate < flow.most < math.inf:
-                flow.most = math.inf  # it falls behind its source: it may catch up when it can
-        self.network.once_settled(self._tell)
-        if self._timer is None or abs(self.rate - self._planned_rate) > 1e-9 * self._planned_rate:
+            if flow is not None:
+                rate += flow.rate
+                if flow.rate < flow.most < math.inf:
+                    flow.most = math.inf  # it falls behind its source: it may catch up when it can
+        if abs(rate - self._told_rate) > 1e-9 * self._told_rate:
+            self.network.once_settled(self._tell)
+        if self._timer is None or abs(rate - self._planned_rate) > 1e-9 * self._planned_rate:
             self._plan()  # else the sources have only changed places
 
     def _tell(self) -> None:
@@ -219,7 +224,6 @@ class Read:
         """Be called again when there is something to decide, or before: then it is seen how much longer it takes."""
         if self.over:
             return
-        self.count()
         rate = self._planned_rate = self.rate
         due_s = self.events.now + self._quiet_s(rate)
         if self._timer is not None:

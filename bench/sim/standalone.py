@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from bench.sim.assumptions import Assumptions, Size
@@ -39,6 +40,7 @@ class Standalone:
         return self.ours / self.bound
 
 
+@functools.lru_cache
 def standalone(assumptions: Assumptions, size: Size, replicas: int, skew_s: float, seed: int = 1) -> Standalone:
     """Simulate one version after others: all hold the one before it."""
     fleet = Fleet(assumptions, size.shard_bytes, size.gpus, seed)

@@ -8,12 +8,11 @@ better.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
 from bench.sim.assumptions import Assumptions
-from bench.sim.events import Events
-from bench.sim.links import Link, Network
-from bench.sim.reads import Read
+from bench.sim.links import Link
 
 
 def star_times(
@@ -30,49 +29,40 @@ def star_times(
     `shards` shards of each are on their way at the same time.
     """
     ready = list(ready_s) if ready_s is not None else [0.0] * readers
+    # All shards of a replica move alike, each from its own shard of the trainer: one of them stands for all.
+    wan = math.inf if between is None else between.bytes_per_s / shards
+    how = (shard_bytes, min(assumptions.link_bytes_per_s, wan), ready, assumptions.ucx_setup_s.value)
+    at_once, in_order = _at_once(*how), _in_order(*how)
     return (
-        _star(assumptions, shard_bytes, ready, between, shards, readers),
-        _star(assumptions, shard_bytes, ready, between, shards, 1),
+        [end - begun for end, begun in zip(at_once, ready, strict=True)],
+        [end - begun for end, begun in zip(in_order, ready, strict=True)],
     )
 
 
-def _star(
-    assumptions: Assumptions, shard_bytes: float, ready: list[float], between: Link | None, shards: int, most: int
-) -> list[float]:
-    """Let at most so many read at once; return the stalls in the order of `ready`."""
-    events, network = Events(), Network()
-    events.after = network.settle
-    rate = assumptions.link_bytes_per_s
-    out = Link("trainer out", rate)
-    # All shards of a replica move alike, each from its own shard of the trainer: one of them stands for all.
-    wan = () if between is None else (Link(between.name, between.bytes_per_s / shards),)
-    ends = [-1.0] * len(ready)
-    queue: list[int] = []
-    running = [0]
+def _at_once(shard_bytes: float, rate: float, ready: Sequence[float], setup_s: float) -> list[float]:
+    """Let all who are ready share the rate; return when each ends. Whoever began first ends first: all get the same."""
+    ends, now_s, served = [0.0] * len(ready), 0.0, 0.0
+    running: deque[tuple[float, int]] = deque()
+    coming = deque(sorted((begun_s + setup_s, number) for number, begun_s in enumerate(ready)))
+    while running or coming:
+        if running:
+            ends_s = now_s + (running[0][0] - served) * len(running) / rate
+            if not coming or ends_s <= coming[0][0]:
+                now_s, served = ends_s, running[0][0]
+                ends[running.popleft()[1]] = now_s
+                continue
+            served += (coming[0][0] - now_s) * rate / len(running)
+        now_s, number = coming.popleft()
+        running.append((served + shard_bytes, number))
+    return ends
 
-    def turn() -> None:
-        while queue and running[0] < most:
-            running[0] += 1
-            events.later(assumptions.ucx_setup_s.value, begin, queue.pop(0))
 
-    def begin(number: int) -> None:
-        read = Read(events, network, shard_bytes, lambda: ended(number))
-        read.add("trainer", (out, *wan, Link("reader in", rate)), shard_bytes)
-        read.begin()
-
-    def ended(number: int) -> None:
-        ends[number] = events.now
-        running[0] -= 1
-        turn()
-
-    def arrive(number: int) -> None:
-        queue.append(number)
-        turn()
-
+def _in_order(shard_bytes: float, rate: float, ready: Sequence[float], setup_s: float) -> list[float]:
+    """Serve one after the other, in the order in which they are ready; return when each ends."""
+    ends, free_s = [0.0] * len(ready), 0.0
     for number in sorted(range(len(ready)), key=lambda n: (ready[n], n)):
-        events.at(ready[number], arrive, number)
-    events.run(lambda: all(end >= 0 for end in ends), math.inf)
-    return [end - begun for end, begun in zip(ends, ready, strict=True)]
+        free_s = ends[number] = max(free_s, ready[number]) + setup_s + shard_bytes / rate
+    return ends
 
 
 def better(one: Sequence[float], other: Sequence[float]) -> list[float]:

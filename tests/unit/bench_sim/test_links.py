@@ -48,7 +48,7 @@ def close(one: float, other: float) -> bool:
 def test_rates_are_those_of_water_filling(world: tuple[list[int], list[set[int]]]) -> None:
     capacities, paths = world
     links = [Link(str(number), float(capacity)) for number, capacity in enumerate(capacities)]
-    flows = [Flow([links[number] for number in sorted(path)], nothing, nothing) for path in paths]
+    flows = [Flow([links[number] for number in sorted(path)]) for path in paths]
     for flow in flows:
         for link in flow.links:
             link.flows[flow] = None
@@ -64,7 +64,7 @@ def test_changes_lead_to_the_rates_of_what_is_left(
 ) -> None:
     capacities, paths = world
     links = [Link(str(number), float(capacity)) for number, capacity in enumerate(capacities)]
-    flows = [Flow([links[number] for number in sorted(path)], nothing, nothing) for path in paths]
+    flows = [Flow([links[number] for number in sorted(path)]) for path in paths]
     network, running = Network(), dict[int, None]()
     for _ in range(data.draw(st.integers(1, 15))):
         number = data.draw(st.integers(0, len(flows) - 1))
