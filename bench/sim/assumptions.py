@@ -160,6 +160,12 @@ class Assumptions:
     layouts: Assumption[str] = Assumption(
         "alike", "", "the trainer publishes in the rollouts' layout, for all contenders: none of them reshards here"
     )
+    earlier: Assumption[int] = Assumption(
+        2,
+        "versions",
+        "have passed before the one that is measured, for all contenders: all hold the one before it, and withdraw it,"
+        " which costs ours a round trip to the hub for each worker; the trainer's time to withdraw and publish counts",
+    )
     skew_s: Assumption[float] = Assumption(
         10.0,
         "s",

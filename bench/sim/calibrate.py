@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.common import RESULTS, Row
-from bench.sim.assumptions import Assumption, Assumptions, through_the_hub
+from bench.sim.assumptions import Assumption, Assumptions
 from bench.sim.fleet import Fleet
 from bench.sim.star import star_times
 
@@ -22,13 +22,10 @@ MEASURED = Path(__file__).with_name("fanout_measured.json")
 
 
 def netns(assumptions: Assumptions) -> Assumptions:
-    """Return the parameters of bench/fanout.py; nothing is fitted.
-
-    What is kept was measured when followers heard of progress through the hub.
-    """
+    """Return the parameters of bench/fanout.py; nothing is fitted."""
     why = "bench/fanout.py"
     return replace(
-        through_the_hub(assumptions),
+        assumptions,
         nic_bytes_per_s=Assumption(_RATE_BYTES_PER_S, "B/s", why),
         nic_share=Assumption(_GOODPUT, "of the line", "TCP over Ethernet"),
         gpus_per_host=Assumption(1, "readers", why),

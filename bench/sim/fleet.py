@@ -21,8 +21,6 @@ from tensorhub_core.state.messages import Reply
 
 MODEL = "policy"
 HOME = "home"
-EARLIER = 2
-"""Versions that have passed before one is measured: all hold the one before it, and have to withdraw it."""
 _BEATS = 20
 _LIMIT_S = 3600.0
 _MOST_TRIES = 20
@@ -167,9 +165,9 @@ class Fleet:
         With a seed agent the others get each version when they are told that their zone has it. What is counted,
         links carried and sources gave, is counted from here on.
         """
-        others = list(others)
+        others, newest = list(others), self.assumptions.earlier.value
         self._hurry(_HASTE)
-        for version in range(1, EARLIER + 1):
+        for version in range(1, newest + 1):
             if version > 1:
                 self.unpublish(trainer)
             self.publish(trainer, version)
@@ -184,7 +182,7 @@ class Fleet:
         for worker in self.workers():
             worker.sources, worker.progress.announced = [], 0
         self.hub.most_waiting_s = 0.0
-        return EARLIER
+        return newest
 
     def renew(self, trainer: Replica, version: int) -> float:
         """Let the trainer take its copy back and publish the next version; return how long it is stalled for that."""

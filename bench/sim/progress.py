@@ -18,6 +18,9 @@ from tensorhub_core.state.messages import Ok, Reply
 Announce = Callable[[tuple[int, int], Callable[[Reply], None]], None]
 """Announce (segments, bytes) and call with the answer."""
 
+_UP_S = 1e6
+"""The machine has been up for so long when the simulated time begins."""
+
 
 @dataclass(eq=False)
 class Progress:
@@ -141,7 +144,7 @@ class Progress:
         self._timer = None
         if self._read is None:
             return
-        now, seen = self.events.now, bool(self.assumptions.looks.value)
+        now, seen = self.events.now + _UP_S, bool(self.assumptions.looks.value)
         segments = self.verify()
         figures = (segments, min(self.shape.total_bytes, segments * self.shape.segment_bytes))
         if self.entered() and self.announcing.is_due(figures, self.life, now, seen=seen):
@@ -154,7 +157,7 @@ class Progress:
                     self._owed = None
                     self.see_to_it()
 
-            self._told_s = now
+            self._told_s = self.events.now
             self.announced += 1
             self.announce(figures, heard)
             if not self.assumptions.announces_one.value:
