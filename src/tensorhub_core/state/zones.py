@@ -102,8 +102,8 @@ def note_whole(s: Step, model: ModelState, group: Group, key: VersionKey) -> Non
     if is_behind(lead, key):
         lead.newest = key
         s.touched.add(model.name)
-    if group.replica in lead.agents:
-        lead.brought = key if lead.brought is None else max(lead.brought, key)
+    if group.replica in lead.agents and (lead.brought is None or key > lead.brought):
+        lead.brought = key
         _comes_on(s, lead)
 
 

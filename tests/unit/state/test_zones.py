@@ -286,6 +286,19 @@ def test_agents_that_start_again_and_again_hold_nothing_up_for_ever() -> None:
     assert fleet.lead().late
 
 
+def test_an_agent_that_offers_again_what_it_had_gets_no_more_time() -> None:
+    fleet = Fleet()
+    fleet.next_version(2)
+    for _ in range(2):
+        fleet.later(PATIENCE_S / 2)
+        for peer in fleet.agent:
+            peer.unpublish()
+        publish(fleet.agent, 1)
+    fleet.later(1.0)
+    assert fleet.lead().late
+    assert promised(fleet.engine, update(fleet.engine, 1)) == 2
+
+
 def test_an_agent_that_was_late_has_to_come_on_before_the_zone_waits_for_it_again() -> None:
     fleet = Fleet(shards=1)
     fleet.next_version(2)
