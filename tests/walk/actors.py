@@ -61,6 +61,8 @@ class Actor:
     touched: bool = False
     running: bool = False
     """Its read has begun, and goes on whatever happens to its connection."""
+    unheard: bool = False
+    """It fills its memory, and the server has yet to hear of it."""
     asked_done: bool = False
     committed: bool = False
     """It has committed, but has not heard of it."""

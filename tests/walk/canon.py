@@ -77,6 +77,7 @@ def _local(world: World, a: Actor, worker: Worker | None) -> Row:
         a.greet,
         a.came_back,
         a.derives,
+        a.unheard,
     )
     numbers = (a.held, a.staged, a.last, a.high, a.promised, a.verified, -1 if a.want is None else a.want)
     return (

@@ -9,7 +9,6 @@ from tensorhub_core.state.messages import (
     Discard,
     DropOffload,
     Failure,
-    Filling,
     Leave,
     LeaveRound,
     NothingNewer,
@@ -211,7 +210,9 @@ def close(actor: Actor, code: int = 0) -> None:
     actor.phase, actor.round, actor.promised, actor.verified = "idle", actor.round + 1, 0, 0
     actor.sources, actor.lost, actor.want = {}, set(), None
     actor.open = {number: kind for number, kind in actor.open.items() if kind not in ("join", "done")}
-    actor.touched = actor.running = actor.asked_done = actor.committed = actor.aborted = actor.in_grace = False
+    actor.touched = actor.running = actor.unheard = actor.asked_done = actor.committed = actor.aborted = (
+        actor.in_grace
+    ) = False
 
 
 def take_back(world: World, actor: Actor) -> None:
@@ -257,15 +258,10 @@ def drop_offload(world: World, actor: Actor, message: DropOffload) -> None:
         actor.offloads.pop(code, None)
 
 
-def fill(world: World, actor: Actor) -> None:
-    """Say that the memory is overwritten from now on."""
-    world.ask(actor, "fill", Filling(actor.round))
-
-
 def reopened(actor: Actor) -> None:
     """Come back to the round after another hello; a read that runs goes on."""
     if not actor.in_round:
         return
     actor.lost.clear()
-    actor.aborted = actor.committed = False
+    actor.aborted = actor.committed = actor.unheard = False
     actor.phase = "rejoining"

@@ -8,6 +8,7 @@ from tensorhub_core.ids import Digest
 from tensorhub_core.state.messages import (
     Announce,
     Done,
+    Filling,
     HandOver,
     JoinRound,
     LeaseFailure,
@@ -80,7 +81,10 @@ def of_reader(world: World, actor: Actor) -> Iterator[Action]:
             if not actor.draining:
                 yield ("withdraw", place, "")
         else:
-            yield ("fill", place, "")
+            clear = actor.mode in ("replicate", "update") and not actor.came_back
+            yield ("begin" if world.scene.hasty and clear else "fill", place, "")
+    elif actor.unheard:
+        yield ("fill", place, "")  # what it says next comes after that
     elif phase == "reading":
         if actor.verified == SEGMENTS:
             yield ("done", place, "")
@@ -89,6 +93,8 @@ def of_reader(world: World, actor: Actor) -> Iterator[Action]:
         if world.scene.doubts and actor.sources:
             yield from (("doubt", place, kind) for kind in ("stalled", "slow"))
     yield from reads(world, actor)
+    if actor.unheard:
+        return
     if world.scene.leaves and phase in ("joining", "promised", "reading", "relocating", "done") and not actor.committed:
         yield ("leave", place, "")
 
@@ -143,13 +149,41 @@ def do_read(world: World, actor: Actor, which: str) -> None:
         if any(checks.rightful(world, lease, actor.sources[lease][3]) for lease in found):
             raise Violation(f"L3: {actor.name} reads {value} for version {actor.promised} from {name} under a lease")
         if actor.phase == "reading" and world.worker(actor) is not None:
+            hear_of_it(world, actor)
             do_relocate(world, actor, "corrupt", set(found))
         return
     actor.filled[actor.verified] = value
     actor.verified += 1
-    if world.scene.verify and actor.phase == "reading" and world.worker(actor) is not None:
+    if not actor.unheard:
+        announce(world, actor)
+
+
+def announce(world: World, actor: Actor) -> None:
+    """Announce what is verified."""
+    if world.scene.verify and actor.verified and actor.phase == "reading" and world.worker(actor) is not None:
         sums = packed_sums(actor.promised, actor.shard)[: 8 * actor.verified] if actor.derives else b""
         world.ask(actor, "told", Announce(actor.round, actor.verified, 100 * actor.verified, sums))
+
+
+def do_fill(world: World, actor: Actor, _: str) -> None:
+    """Say that the memory is overwritten from now on, or let the server hear that it is already."""
+    if actor.unheard:
+        return hear_of_it(world, actor)
+    world.ask(actor, "fill", Filling(actor.round))
+
+
+def hear_of_it(world: World, actor: Actor) -> None:
+    """Let the server hear that the memory is overwritten."""
+    if actor.unheard:
+        actor.unheard = False
+        world.ask(actor, "told", Filling(actor.round))
+        announce(world, actor)
+
+
+def do_begin(world: World, actor: Actor, _: str) -> None:
+    """Overwrite memory of which the server has no copy; it hears of that later."""
+    actor.unheard = True
+    hearing.begin_to_fill(world, actor)
 
 
 def do_relocate(world: World, actor: Actor, kind: str, leases: set[str] | None = None) -> None:
@@ -223,6 +257,7 @@ def do_done(world: World, actor: Actor, _: str) -> None:
 
 def do_hear(world: World, actor: Actor, what: str) -> None:
     """Hear how the round has ended."""
+    hear_of_it(world, actor)
     hearing.commit(world, actor) if what == "committed" else hearing.end_round(world, actor)
 
 

@@ -15,8 +15,8 @@ class Scene:
     agents of the zone in which all readers are. `reshards`: readers have a layout of their own, announce checksums
     and follow each other by them. `explicit`: readers may ask for a version by its number. `retain`: versions that
     no call may lose. `ahead`: by how many rounds a shard may be ahead of another one that has yet to hear how they
-    ended. `eager`: a read that nothing can disturb or wait for comes before everything else (for scenes of one
-    reader without faults).
+    ended. `hasty`: readers overwrite memory of which the server has no copy before it has heard of that. `eager`: a
+    read that nothing can disturb or wait for comes before everything else (for scenes of one reader without faults).
 
     `delays` counts times at which agents do not come on for too long, `doubts` counts sources that are left
     although they live, `departures` workers that hand over and leave, `leaves` rounds given up and deadlines of the
@@ -39,6 +39,7 @@ class Scene:
     agents: int = 0
     retain: int = 0
     ahead: int = 0
+    hasty: bool = False
     eager: bool = False
     delays: int = 0
     doubts: int = 0
@@ -83,6 +84,11 @@ CI: tuple[Scene, ...] = (
     Scene("staging, 2 shards", stages=True, versions=1),
     Scene("a seed agent", readers=2, shards=1, agents=1, delays=1),
     Scene("a seed agent, one is silent", readers=2, shards=1, versions=1, agents=1, suspicions=1),
+    Scene("begun before the server knows", readers=2, shards=1, queues=True, hasty=True, leaves=1),
+    Scene("begun before the server knows, 2 shards", hasty=True, leaves=1, versions=1),
+    Scene("begun before the server knows, one dies", shards=1, hasty=True, crashes=1),
+    Scene("begun before the server knows, one is silent", shards=1, hasty=True, suspicions=1, versions=1, leaves=1),
+    Scene("begun before the server knows, it restarts", shards=1, hasty=True, restarts=1),
     Scene("retention", retain=1),
     Scene("retention, no room", retain=1, refusals=1),
     Scene("retention, one dies", retain=1, shards=1, crashes=1),
@@ -117,6 +123,9 @@ NIGHTLY: tuple[Scene, ...] = (
     Scene("a seed agent, one dies", readers=2, shards=1, versions=1, agents=1, crashes=1, delays=1),
     Scene("a seed agent, 2 shards", readers=2, agents=1, delays=1),
     Scene("2 seed agents, one is silent", readers=3, shards=1, agents=2, delays=1, suspicions=1, versions=1),
+    Scene("begun before the server knows, 2 shards, one dies", hasty=True, crashes=1, leaves=1),
+    Scene("begun before the server knows, 2 shards, it restarts", hasty=True, restarts=1, versions=1),
+    Scene("begun before the server knows, readers queue, one dies", 1, 2, 1, queues=True, hasty=True, crashes=1),
     Scene("retention, 2 shards, one dies", retain=1, crashes=1),
     Scene("retention, 2 shards, the server restarts", retain=1, restarts=1),
 )

@@ -9,8 +9,10 @@ from tests.walk import hearing
 from tests.walk.actors import Action, Actor
 from tests.walk.moves import (
     do_again,
+    do_begin,
     do_done,
     do_doubt,
+    do_fill,
     do_hand_over,
     do_hear,
     do_join,
@@ -40,7 +42,20 @@ from tests.walk.troubles import (
 )
 from tests.walk.world import World
 
-GOES_ON = ("hello", "again", "rejoin", "hear", "wake", "withdraw", "fill", "read", "relocate", "done", "offload")
+GOES_ON = (
+    "hello",
+    "again",
+    "rejoin",
+    "hear",
+    "wake",
+    "withdraw",
+    "begin",
+    "fill",
+    "read",
+    "relocate",
+    "done",
+    "offload",
+)
 """What everybody does by itself, sooner or later."""
 
 
@@ -78,7 +93,8 @@ _VERBS: dict[str, Callable[[World, Actor, str], None]] = {
     "hear": do_hear,
     "join": do_join,
     "rejoin": do_rejoin,
-    "fill": lambda world, actor, _: hearing.fill(world, actor),
+    "fill": do_fill,
+    "begin": do_begin,
     "read": do_read,
     "look": do_look,
     "relocate": do_relocate,

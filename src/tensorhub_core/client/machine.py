@@ -86,6 +86,7 @@ def step(state: RoundState, event: Event, now: float) -> tuple[RoundState, list[
         return state, s.effects
     match event:
         case Begin():
+            state.clear = fills(state) and state.have is None and not state.published
             join(s)
         case Answered(asked, reply):
             if asked == state.asked:
@@ -129,9 +130,14 @@ def rejoin(s: Step) -> None:
     state.rejoins += 1
     if state.rejoins > MAX_REJOINS:
         return leave(s, StateError("the connection to the server was lost too often during this call"))
-    state.entered = False
+    state.entered = state.clear = False
     state.lost.clear()
     join(s, again=True)
+
+
+def fills(state: RoundState) -> bool:
+    """Tell whether the round fills the registered memory from others."""
+    return state.mode in ("replicate", "update")
 
 
 def answered(s: Step, reply: Reply) -> None:
@@ -190,6 +196,7 @@ def withdrawn(s: Step, error: BaseException | None) -> None:
     state.withdrawing = False
     if error is None:
         state.published, state.done_asked = False, 0
+        state.clear = fills(state) and not state.rejoins
     if state.phase is Phase.WITHDRAWING:
         if error is not None:
             return leave(s, error)

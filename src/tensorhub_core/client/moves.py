@@ -177,8 +177,11 @@ def proceed(s: Step) -> None:
             state.withdrawing = True
             s.effects.append(Withdraw())
         return
-    if not state.entered:
+    if not state.entered and not state.clear:
         return s.ask(Filling(state.number, state.converted), Phase.ENTERING)
+    if not state.entered:
+        state.entered = True
+        s.effects.append(Tell(Filling(state.number, state.converted)))
     read(s)
 
 

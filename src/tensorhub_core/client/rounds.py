@@ -64,6 +64,8 @@ class RoundState:
     inexact: set[tuple[bytes, bytes, bytes]] = field(default_factory=set)
     """Layout, placement and manifest of sources that are read in whole segments: they do not vouch for parts."""
     withdrawing: bool = False
+    clear: bool = False
+    """The server has no copy of the memory that is to be filled: it need not answer before that is overwritten."""
     entered: bool = False
     touched: bool = False
     running: bool = False

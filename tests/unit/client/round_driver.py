@@ -23,6 +23,7 @@ from tensorhub_core.client.rounds import (
     RoundState,
     Settle,
     Settled,
+    Tell,
     Withdraw,
     Withdrawn,
 )
@@ -74,6 +75,9 @@ class Driver:
         if self.state.published:
             assert effects == [Withdraw()]
             effects = self.feed(Withdrawn())
+        if self.state.clear:
+            assert effects == [Tell(Filling(self.state.number)), Read()]
+            return self
         assert effects == [Ask(self.state.asked, Filling(self.state.number))]
         assert self.answer(Ok()) == [Read()]
         return self
@@ -98,3 +102,8 @@ def ended(effects: list[Effect]) -> End:
 
 def updating(**more: Any) -> Driver:
     return Driver(RoundState(3, None, "update", (1, 6), True, 100.0, True, **more))
+
+
+def holding() -> Driver:
+    """Return a round in memory that holds a version which is not offered: the server may know of it."""
+    return Driver(RoundState(3, None, "update", (1, 6), True, 100.0, False))

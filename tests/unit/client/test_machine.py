@@ -16,6 +16,7 @@ from tensorhub_core.client.rounds import (
     Begin,
     Broken,
     End,
+    Mode,
     Plan,
     PlanFailed,
     Planned,
@@ -51,6 +52,7 @@ from tensorhub_core.state.messages import (
     LeaveRound,
     NothingNewer,
     Ok,
+    Promise,
     Relocate,
     Reply,
     RoundAborted,
@@ -58,7 +60,7 @@ from tensorhub_core.state.messages import (
     SourceSlow,
 )
 from tensorhub_core.wire.codec import decode_request, encode, split
-from tests.unit.client.round_driver import CANCELLED, VERIFIED, Driver, ended, only, outcome, source, updating
+from tests.unit.client.round_driver import CANCELLED, VERIFIED, Driver, ended, holding, only, outcome, source, updating
 
 
 def test_a_round_runs_from_promise_to_commit() -> None:
@@ -74,10 +76,28 @@ def test_an_update_withdraws_its_old_copy_only_when_the_plan_stands() -> None:
     assert driver.feed(Begin()) == [Ask(1, JoinRound(3, None, "update", (1, 6), True))]
     assert driver.promise() == [Plan(True)]
     assert driver.feed(Planned()) == [Withdraw()]
-    assert driver.feed(Withdrawn()) == [Ask(2, Filling(3))]
+    assert not driver.state.touched
+    assert driver.feed(Withdrawn()) == [Tell(Filling(3)), Read()], "the server has no copy any more"
+    assert driver.state.touched
+
+
+def test_memory_of_which_the_server_may_have_a_copy_is_filled_when_it_knows() -> None:
+    driver = holding()
+    assert driver.feed(Begin()) == [Ask(1, JoinRound(3, None, "update", (1, 6), True))]
+    assert driver.promise() == [Plan(True)]
+    assert driver.feed(Planned()) == [Ask(2, Filling(3))]
     assert not driver.state.touched
     assert driver.answer(Ok()) == [Read()]
     assert driver.state.touched
+
+
+@pytest.mark.parametrize("mode", ["stage", "install"])
+def test_only_registered_memory_is_filled_without_the_servers_word(mode: Mode) -> None:
+    have = (1, 7) if mode == "install" else None
+    driver = Driver(RoundState(3, None, mode, have, True, 100.0, False))
+    driver.feed(Begin())
+    driver.answer(Promise(3, 1, 7, () if mode == "install" else (source(),)))
+    assert driver.feed(Planned()) == [Ask(2, Filling(3))]
 
 
 def test_nothing_newer_ends_an_update_without_touching_anything() -> None:
@@ -106,7 +126,7 @@ def test_a_refused_join_is_the_servers_error() -> None:
 
 @pytest.mark.parametrize("when", ["planning", "withdrawing", "entering"])
 def test_a_source_lost_before_the_read_is_replaced_first(when: str) -> None:
-    driver = updating()
+    driver = holding() if when == "entering" else updating()
     driver.feed(Begin())
     driver.promise()
     lost = Pushed(LeaseLost(3, "l1", "its worker is gone"))
@@ -119,7 +139,6 @@ def test_a_source_lost_before_the_read_is_replaced_first(when: str) -> None:
         effects = driver.feed(Withdrawn())
     else:
         driver.feed(Planned())
-        driver.feed(Withdrawn())
         assert driver.feed(lost) == []
         effects = driver.answer(Ok())
     assert only(effects, Ask).message == Relocate(3, (LeaseFailure("l1", "lost"),))
@@ -165,7 +184,6 @@ def test_a_source_that_gave_wrong_bytes_is_named_at_the_end() -> None:
     driver.feed(Begin())
     driver.promise(source("l1", "a"), source("l2", "b"))
     driver.feed(Planned())
-    driver.answer(Ok())
     driver.feed(ReadEnded(ReadOutcome(ReadEnd.VERIFIED, np.zeros(0, np.bool_), 100, corrupt=("l2",))))
     assert only(driver.feed(Settled(b"digest")), Ask).message == Done(3, b"digest", ("l2",))
 
@@ -192,7 +210,6 @@ def test_progress_of_a_source_is_passed_on_or_kept_until_the_read_starts() -> No
     assert driver.feed(Pushed(SourceProgress("l1", 3, False))) == []
     assert driver.state.prefixes == {"l1": 3}
     driver.feed(Planned())
-    driver.answer(Ok())
     assert driver.feed(Pushed(SourceProgress("l1", 4, True))) == [Advance("l1", 4, True)]
     assert driver.state.whole == {"l1"}
 
@@ -314,11 +331,13 @@ def test_another_version_than_promised_is_refused() -> None:
 
 @pytest.mark.parametrize("told_in", ["planning", "withdrawing", "entering", "reading"])
 def test_a_source_that_does_not_begin_is_left_in_every_phase(told_in: str) -> None:
-    driver = updating()
+    driver = holding() if told_in == "entering" else updating()
     driver.feed(Begin())
     driver.promise(source(whole=False, prefix=0))
     told = Pushed(SourceSlow(3, "l1", "it has not begun"))
     steps = {"planning": Planned(), "withdrawing": Withdrawn()}
+    if told_in == "entering":
+        del steps["withdrawing"]
     for phase, event in steps.items():
         if told_in == phase:
             assert driver.feed(told) == []
@@ -330,7 +349,6 @@ def test_a_source_that_does_not_begin_is_left_in_every_phase(told_in: str) -> No
         assert driver.feed(told) == []
         assert only(driver.answer(Ok()), Ask).message == Relocate(3, (LeaseFailure("l1", "slow"),))
         return
-    driver.answer(Ok())
     assert driver.feed(told) == [Abandon("l1", "it has not begun", "slow")]
 
 

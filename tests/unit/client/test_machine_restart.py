@@ -76,7 +76,6 @@ def test_a_read_from_several_sources_goes_on_when_the_restart_names_them_in_anot
     driver.feed(Begin())
     driver.promise(source("l1", "a"), source("l2", "b"))
     driver.feed(Planned())
-    driver.answer(Ok())
     driver.feed(reopened())
     effects = driver.promise(source("n2", "b"), source("n1", "a", False, 2))
     assert effects == [Tell(Filling(3)), Advance("l2", 4, True), Advance("l1", 2, False)]
@@ -92,7 +91,6 @@ def test_a_read_is_planned_again_when_the_restart_names_fewer_sources() -> None:
     driver.feed(Begin())
     driver.promise(source("l1", "a"), source("l2", "b"))
     driver.feed(Planned())
-    driver.answer(Ok())
     driver.feed(reopened())
     assert driver.promise(source("n1", "a")) == [Stop()]
     assert driver.feed(ReadEnded(outcome(ReadEnd.CANCELLED, done=50))) == [Plan(True)]
@@ -140,6 +138,16 @@ def test_a_withdrawal_that_ends_after_a_lost_connection_is_not_repeated() -> Non
     driver.promise(source("n1"))
     assert driver.feed(Planned()) == [], "it is still being withdrawn"
     assert only(driver.feed(Withdrawn()), Ask).message == Filling(3)
+
+
+def test_nothing_is_overwritten_after_a_restart_before_the_new_server_knows() -> None:
+    driver = Driver()
+    driver.feed(Begin())
+    assert driver.promise() == [Plan(True)]
+    driver.feed(reopened())
+    assert driver.promise(source("n1")) == [Plan(True)]
+    assert driver.feed(Planned()) == [Ask(driver.state.asked, Filling(3))]
+    assert driver.answer(Ok()) == [Read()]
 
 
 def test_a_session_that_is_over_ends_the_round_at_once_or_after_the_read() -> None:

@@ -2,8 +2,8 @@
 
 The budgets are cut to one, so that the walk is finite; the environment answers in every way a server, an executor and a
 caller can. Rules checked in every state: no read while the old copy may have readers, no read before the server
-knows, one read at a time, no end while bytes may land, nothing after the end, dirty exactly if touched, success only by
-the server's word, and an end that is always near once the deadline has passed.
+knows, or was told while it had no copy, one read at a time, no end while bytes may land, nothing after the end, dirty
+exactly if touched, success only by the server's word, and an end that is always near once the deadline has passed.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from tensorhub_core.client.rounds import (
     Settle,
     Settled,
     Stop,
+    Tell,
     Tick,
     Unvouched,
     Withdraw,
@@ -87,6 +88,8 @@ class World:
     stopped: bool = False
     settling: bool = False
     entered: bool = False
+    told: bool = False
+    """It was said over this connection that memory is filled of which the server has no copy."""
     committed: bool = False
     done: bool = False
     promised: tuple[int, int] | None = None
@@ -204,6 +207,7 @@ def take(world: World, event: Event) -> World:
         world.settling = False
     elif isinstance(event, Reopened):
         world.pending.clear()
+        world.told = False
     elif isinstance(event, Tick):
         world.now = DEADLINE_S if before.give_up_s is None else world.now + 100.0
     _, effects = step(world.state, event, world.now)
@@ -229,6 +233,9 @@ def carry_out(world: World, effect: Effect) -> None:
         if isinstance(effect.message, Done):
             assert not world.reading
             world.done = True
+    elif isinstance(effect, Tell) and isinstance(effect.message, Filling):
+        free = world.withdrawn or state.have is None
+        world.told = free and not world.withdrawing and state.mode in ("replicate", "update")
     elif isinstance(effect, Plan):
         assert not world.reading
         world.planning = True
@@ -239,7 +246,7 @@ def carry_out(world: World, effect: Effect) -> None:
         world.had_copy, world.withdrawing, world.withdrawn = True, True, False
     elif isinstance(effect, Read):
         assert not world.reading, "one read at a time"
-        assert world.entered, "the server knows first"
+        assert world.entered or world.told, "the server knows first, unless it had no copy"
         assert world.withdrawn or not world.had_copy, "no read while the old copy may have readers"
         world.reading = world.ever_read = True
     elif isinstance(effect, Stop):
@@ -269,9 +276,12 @@ def small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moves, "MAX_RELOCATIONS", 2)
 
 
-def walk(mode: Mode, had_copy: bool) -> tuple[int, set[tuple[str, bool, bool, bool]]]:
-    """Visit every state; return how many there are and how rounds end (error, dirty, held, uncertain)."""
-    have = STAGED if mode == "install" else (1, 6)
+def walk(mode: Mode, had_copy: bool, fresh: bool = False) -> tuple[int, set[tuple[str, bool, bool, bool]]]:
+    """Visit every state; return how many there are and how rounds end (error, dirty, held, uncertain).
+
+    `fresh`: the memory holds nothing yet.
+    """
+    have = None if fresh else STAGED if mode == "install" else (1, 6)
     state = RoundState(3, None, mode, have, True, DEADLINE_S, had_copy)
     start = take(World(state, had_copy), Begin())
     seen, todo, ends = {start.key()}, deque([start]), set()
@@ -291,11 +301,18 @@ def walk(mode: Mode, had_copy: bool) -> tuple[int, set[tuple[str, bool, bool, bo
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("mode", "had_copy"),
-    [("update", True), ("replicate", False), ("stage", False), ("install", True), ("install", False)],
+    ("mode", "had_copy", "fresh"),
+    [
+        ("update", True, False),
+        ("replicate", False, False),
+        ("replicate", False, True),
+        ("stage", False, False),
+        ("install", True, False),
+        ("install", False, False),
+    ],
 )
-def test_every_order_of_events_keeps_the_rules(mode: Mode, had_copy: bool) -> None:
-    states, ends = walk(mode, had_copy)
+def test_every_order_of_events_keeps_the_rules(mode: Mode, had_copy: bool, fresh: bool) -> None:
+    states, ends = walk(mode, had_copy, fresh)
     assert states > (100 if mode == "install" else 5000)
     assert ("NoneType", False, False, False) in ends
     assert (("NoneType", False, True, False) in ends) == (mode != "replicate")
@@ -318,6 +335,16 @@ def _ends_while_bytes_may_land(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _reads_before_the_server_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "proceed", lambda s: moves.read(s))
+
+
+def _never_waits_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = moves.proceed
+
+    def proceed(s: Step) -> None:
+        s.state.clear = True
+        real(s)
+
+    monkeypatch.setattr(machine, "proceed", proceed)
 
 
 def _believes_every_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,6 +395,12 @@ def test_a_machine_that_breaks_a_rule_is_caught(
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
         walk("update", True)
+
+
+def test_a_machine_that_never_waits_for_the_server_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    _never_waits_for_the_server(monkeypatch)
+    with pytest.raises(AssertionError, match="unless it had no copy"):
+        walk("replicate", False)
 
 
 def test_a_machine_that_installs_whatever_it_is_told_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from tensorhub_core.layout.canonical import digest_of
 from tensorhub_core.layout.plan import plan_read
 from tensorhub_core.layout.read_plan import plan_raw
 from tensorhub_core.layout.types import Box
-from tensorhub_core.state.messages import Blob, Ok, Promise, Source, SourceProgress, Welcome
+from tensorhub_core.state.messages import Blob, Promise, Source, SourceProgress, Welcome
 from tests.unit.client.reading_world import Holder, Network, Record, empty_like, model
 from tests.unit.client.round_driver import CANCELLED, Driver
 
@@ -214,8 +214,6 @@ def reading(known: bytes = b"") -> Driver:
     driver.feed(Begin())
     assert driver.promise(partial(known=known)) == [Plan(True)]
     driver.feed(Planned())
-
-    driver.answer(Ok())
     assert driver.state.running
     return driver
 
