@@ -8,6 +8,8 @@ most of the time; how late it gets them is taken as their mean.
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,10 +18,12 @@ from typing import NamedTuple
 from bench.sim.events import Events, Timer
 from bench.sim.reads import Part, Read
 
-from tensorhub_core.client.looking import LEAST_PAUSE_S, MOST_PAUSE_S, Look
+from tensorhub_core.client.looking import MOST_PAUSE_S, Look
 
 _ROUNDING_S = 1e-9
 _ROUNDING_BYTES = 64.0
+_NEWS = 50
+"""Of so many it is seen how late they are, when as many have been heard before."""
 
 
 class Word(NamedTuple):
@@ -82,8 +86,8 @@ class Follow:
                 self.read.slow_down(self.lease, word.rate)
             return
         if rides:  # it was waiting for news already
-            pause_s = pause_before_news(self.segment_bytes / self.part.slope, self.latency_s)
-            self.look.pause_s, self.look.due_s = LEAST_PAUSE_S, now + pause_s / 2
+            late_s, self.look = waiting(self.segment_bytes / self.part.slope, self.latency_s, now)
+            self.look.due_s = now + max(0.0, late_s - self.latency_s)
         self.read.slow_down(self.lease, 0.0)
 
     # --- looks ------------------------------------------------------------------------------------------------------
@@ -106,7 +110,7 @@ class Follow:
             if not word.rate:
                 return
             news_s = now + (news - word.landed_bytes) / word.rate
-        next_look = Look(self.look.pause_s, self.look.due_s)
+        next_look = copy.copy(self.look)
         skip(next_look, news_s - self.latency_s, self.latency_s)
         self._timer = self.events.at(next_look.due_s + self.latency_s, self._see, next_look)
 
@@ -129,8 +133,8 @@ class Follow:
         word = self.word()
         if word.rate > 0 and seen < self.read.total and word.landed_bytes >= word.verified_bytes:
             segment_s = self.segment_bytes / word.rate
-            late_s = pause_before_news(segment_s, self.latency_s) / 2 + self.latency_s + segment_s / 2
-            self.read.follow(self.lease, seen, word.rate, late_s)
+            late_s, _ = waiting(segment_s, self.latency_s, self.events.now)
+            self.read.follow(self.lease, seen, word.rate, late_s + self.latency_s + segment_s / 2)
         else:
             self.read.advance(self.lease, seen)
 
@@ -146,9 +150,31 @@ def skip(look: Look, until_s: float, latency_s: float) -> None:
         look.answered(False, look.due_s + 2 * latency_s)
 
 
-def pause_before_news(news_s: float, latency_s: float) -> float:
-    """Return how long a reader that waits for news has not looked when they come, if they come every `news_s`."""
-    look = Look(LEAST_PAUSE_S, LEAST_PAUSE_S + 2 * latency_s)
-    while look.due_s < news_s and look.pause_s < MOST_PAUSE_S:
-        look.answered(False, look.due_s + 2 * latency_s)
-    return look.pause_s + 2 * latency_s
+def waiting(news_s: float, latency_s: float, now: float) -> tuple[float, Look]:
+    """Return how late a reader that waits for news reads them, on average, and how it looks, with news every `news_s`.
+
+    The last of them were heard now.
+    """
+    late_s, look, heard_s = _waiting(float(f"{news_s:.2g}"), latency_s)
+    look = copy.copy(look)
+    look.due_s += now - heard_s
+    if getattr(look, "news_s", None) is not None:
+        look.news_s = now
+    return late_s, look
+
+
+@functools.lru_cache
+def _waiting(news_s: float, latency_s: float) -> tuple[float, Look, float]:
+    look, heard, counted, late_s, heard_s = Look(due_s=0.0), 0, 0, 0.0, 0.0
+    while counted < _NEWS:
+        read_s = look.due_s + latency_s
+        by_now = math.floor(read_s / news_s + _ROUNDING_S)
+        news = by_now - heard
+        if news:
+            heard_s = read_s + latency_s
+        if heard >= _NEWS:
+            counted += news
+            late_s += news * (read_s - news_s * (heard + 1 + by_now) / 2)
+        heard = by_now
+        look.answered(news > 0, read_s + latency_s)
+    return late_s / counted, look, heard_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -9,7 +10,7 @@ import pytest
 from bench.sim.assumptions import Assumption, Assumptions
 from bench.sim.events import Events
 from bench.sim.fleet import Fleet
-from bench.sim.following import Follow, pause_before_news, skip
+from bench.sim.following import Follow, skip, waiting
 from bench.sim.links import Link, Network
 from bench.sim.progress import Progress
 from bench.sim.reads import Read
@@ -126,6 +127,39 @@ def test_a_slow_source_is_followed_as_fast_as_it_comes_on() -> None:
     assert reader_s > source_s + LATENCY_S
 
 
+@pytest.mark.parametrize("times", [2, 10, 60])
+def test_a_chain_behind_a_slow_source_ends_as_if_each_look_had_been_carried_out(times: int) -> None:
+    """What each of twelve readers shows is a stair, which the next one looks at; here it is a slope, a little late."""
+    chain, slow, hops = Chain(), RATE / times, 12
+    chain.add(rate=slow)
+    for _ in range(hops):
+        chain.add()
+    ends_s, flight = chain.run(), A.flight_bytes(slow)
+    first_s = TOTAL / slow
+
+    def of_first(at_s: float) -> float:
+        return TOTAL if at_s >= first_s else max(0.0, at_s * slow - flight) // SEGMENT * SEGMENT
+
+    verified = of_first
+    for _ in range(hops):
+        look, done, steps = Look(due_s=0.0), 0.0, [(0.0, 0.0)]
+        while done < TOTAL:
+            read_s = look.due_s + LATENCY_S
+            seen = verified(read_s)
+            look.answered(seen > done, read_s + LATENCY_S)
+            if seen > done:
+                here_s = read_s + LATENCY_S + (seen - done) / RATE
+                look.due_s, done = max(look.due_s, here_s), seen
+                steps.append((here_s, seen))
+        verified = partial(_step, steps)
+    lag_s = steps[-1][0] - first_s
+    assert 0.9 * lag_s < ends_s[-1] - ends_s[0] < 1.35 * lag_s
+
+
+def _step(steps: list[tuple[float, float]], at_s: float) -> float:
+    return steps[bisect_right(steps, (at_s, TOTAL)) - 1][1]
+
+
 def test_nobody_needs_events_while_all_come_on_at_the_same_rate() -> None:
     short, long = Chain(), Chain()
     long.shape = Shape(long.shape.layout, 20 * int(TOTAL), SEGMENT)
@@ -184,8 +218,10 @@ def test_looks_without_news_are_skipped_as_if_they_had_been_carried_out(
 
 
 def test_news_that_come_seldom_are_seen_later_than_news_that_come_all_the_time() -> None:
-    assert pause_before_news(1e-4, LATENCY_S) == pytest.approx(LEAST_PAUSE_S + 2 * LATENCY_S)
-    assert pause_before_news(0.024, LATENCY_S) == pytest.approx(MOST_PAUSE_S + 2 * LATENCY_S)
+    """With news all the time every look brings some, which are on average as old as half the time between looks."""
+    (often_s, _), (seldom_s, _) = (waiting(news_s, LATENCY_S, 0.0) for news_s in (1e-5, 0.1))
+    assert often_s >= LEAST_PAUSE_S / 2
+    assert often_s < seldom_s <= MOST_PAUSE_S + 2 * LATENCY_S
 
 
 # --- of whole fleets ------------------------------------------------------------------------------------------------
