@@ -16,13 +16,12 @@ KEEP_UNREFERENCED_S = 60.0
 MOST_ENCLOSED_BYTES = 128 << 10
 """Blobs that come with a promise: so much is copied for everybody who asks at the same moment."""
 _MOST_REMEMBERED = 64
-"""Blobs that a worker is remembered to have: those of a few versions."""
+"""Blobs that a worker is remembered to have been given: those of a few versions."""
 
 
 def put(s: Step, worker: Worker, request: int, m: PutBlob) -> None:
     """Store a blob; refused when its digest is wrong or the server's blob memory is full."""
     digest = Digest(m.digest)
-    note_has(worker, digest)
     known = s.state.blobs.get(digest)
     if known is not None:
         known.touched_s = s.now
@@ -50,7 +49,7 @@ def get(s: Step, worker: Worker, request: int, m: GetBlob) -> None:
 
 
 def note_has(worker: Worker, digest: Digest) -> None:
-    """Remember that a worker has a blob. It may forget it, and asks for it then."""
+    """Remember that a worker was given a blob. It may forget it, and asks for it then."""
     worker.has.pop(digest, None)
     worker.has[digest] = None
     if len(worker.has) > _MOST_REMEMBERED:

@@ -148,7 +148,7 @@ class Worker:
     """Leases this worker reads under."""
     tickets: set[TicketId] = field(default_factory=set)
     """What it was asked for and has not answered yet."""
-    has: dict[Digest, None] = field(default_factory=dict)  # blobs that it sent or was given lately: `state/blobs.py`
+    has: dict[Digest, None] = field(default_factory=dict)  # blobs that it was given lately: `state/blobs.py`
 
     def copies(self) -> list[Copy]:
         """Return the worker's copies: in registered, staging and offload memory, and the one it will fill."""
