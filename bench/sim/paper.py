@@ -227,8 +227,8 @@ def draw_failures(plan: Plan) -> Result:
 
 def draw_growth(plan: Plan) -> Result:
     """Simulate how the time of a version grows with its readers, when all ask at the same moment."""
-    a = plan.assumptions
-    fast = {name: Assumption(getattr(a, name).value / 10, "s", "what if") for name in ("hub_message_s", "hub_push_s")}
+    a, hub_costs = plan.assumptions, ("hub_message_s", "hub_push_s", "hub_join_s")
+    fast = {name: Assumption(getattr(a, name).value / 10, "s", "what if") for name in hub_costs}
     cases = {
         "as it is": a,
         "if the hub were ten times as fast": replace(a, **fast),
