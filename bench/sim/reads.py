@@ -25,8 +25,8 @@ def _nothing() -> None:
 class Part:
     """What comes from one source: nothing beyond its first `limit` bytes, which become `slope` more every second.
 
-    Once the reader has come to a limit with a slope, it follows `lag_s` behind it. `starved()` is called, once for each
-    limit without a slope, when no more than comes in `early_s`, and no more than `early_bytes`, is left below it.
+    A reader stays at least `lag_s` behind a limit with a slope once it has come to it. `starved()` is called, once for
+    each limit without a slope, when no more than comes in `early_s`, and no more than `early_bytes`, is left below it.
     """
 
     links: tuple[Link, ...]
@@ -102,6 +102,9 @@ class Read:
         self.count()
         part.limit, part.told = max(part.limit, min(limit, self.total)), False
         part.slope, part.lag_s = slope, lag_s
+        short = slope * lag_s - max(0.0, part.limit - self.done)
+        if short > 0:  # it would have nothing to do again and again until it has fallen behind so far
+            part.limit, part.lag_s = self.done - short, 0.0
         self._review()
 
     def slow_down(self, name: str, slope: float) -> None:

@@ -93,7 +93,10 @@ def test_each_hop_of_a_chain_adds_what_is_in_flight_and_the_wait_for_the_look_an
         in_flight = min(flight, seen)
         heard_s = looked(begun_s + (SEGMENT + in_flight) / RATE, 0.0)
         verified = (heard_s - LATENCY_S - begun_s) * RATE - in_flight
-        begun_s, seen = heard_s, verified // SEGMENT * SEGMENT
+        seen = verified // SEGMENT * SEGMENT
+        late_s, _ = waiting(SEGMENT / RATE, LATENCY_S, heard_s)
+        rests_s = late_s + LATENCY_S + SEGMENT / RATE / 2 - seen / RATE
+        begun_s, seen = (heard_s + rests_s, 0.0) if rests_s > 0 else (heard_s, seen)
         expected.append(begun_s + TOTAL / RATE)
     assert chain.run() == pytest.approx(expected, abs=1e-7)
     assert expected[-1] - expected[0] > hops * (SEGMENT / RATE + 2 * LATENCY_S)
