@@ -57,8 +57,9 @@ test-sglang: setup env-vllm env-sglang  ## Run the tests with a real SGLang
 test-megatron: setup env-megatron  ## Run the tests with a real Megatron-Core
 	@.venv/bin/python -m tools.check megatron
 
-nightly-sim: setup  ## 50,000 simulated worlds, by all cores (hours); CI runs the first 300
+nightly-sim: setup  ## 60,000 simulated worlds, by all cores (hours); CI runs the first 310
 	@.venv/bin/python -m tests.sim --seeds 50000 --jobs $$(nproc) --keep-going
+	@.venv/bin/python -m tests.sim --agents --seeds 10000 --jobs $$(nproc) --keep-going
 
 nightly-property: setup  ## Properties with other random examples each time; CI draws the same ones
 	@.venv/bin/python -m pytest -q -n $$(nproc) --hypothesis-profile=default tests/property tests/unit

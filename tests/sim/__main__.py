@@ -17,12 +17,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="run this one only")
     parser.add_argument("--trace", action="store_true", help="print every message and call")
     parser.add_argument("--hash", action="store_true", help="print the hash of each world's trace")
+    parser.add_argument("--agents", action="store_true", help="run worlds with seed agents")
     parser.add_argument("--jobs", type=int, default=1, help="how many processes share the work")
     parser.add_argument("--keep-going", action="store_true", help="run the other seeds too when one fails")
     options = parser.parse_args()
     seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.seeds)
     began, total = time.monotonic(), Total()
-    for part in run_all(seeds, Show(options.trace, options.hash), options.jobs):
+    for part in run_all(seeds, Show(options.trace, options.hash, options.agents), options.jobs):
         total.add(part)
         for line in part.lines:
             print(line, flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -11,6 +11,7 @@ from typing import Any
 
 from tensorhub_core.client.connect import connect
 from tensorhub_core.client.flow import FlowSettings
+from tensorhub_core.client.versions import Version
 from tensorhub_core.client.worker import Worker
 from tensorhub_core.config import ClientConfig, ServerConfig
 from tensorhub_core.errors import TensorHubError
@@ -52,6 +53,8 @@ class Slot:
     host: str = ""
     lives: int = 0
     life: Life | None = None
+    boots: Callable[[Slot], Life] | None = None
+    """How its process is started, if it is none that runs one worker."""
 
     @property
     def name(self) -> str:
@@ -109,6 +112,24 @@ class Life(Process):
         worker = self.worker
         return worker is None or worker._mailbox.over is not None or worker._runner.lost
 
+    def workers(self) -> list[Worker]:
+        """Return its workers."""
+        return [] if self.worker is None else [self.worker]
+
+    def memory_of(self, worker: Worker) -> dict[str, content.Bytes] | None:
+        """Return the memory that a worker of this process has registered."""
+        return self.memory
+
+    def held(self) -> Iterator[tuple[Worker, Version, dict[str, content.Bytes]]]:
+        """Yield what its workers say that they hold, and where."""
+        if self.worker is not None and (version := self.worker.version) is not None:
+            yield self.worker, version, self.memory
+
+    def awaits(self, address: int) -> bool:
+        """Tell whether a call waits for bytes that land at an address, if it is in registered memory."""
+        ours = any(a.ctypes.data <= address < a.ctypes.data + a.nbytes for a in self.memory.values())
+        return not ours or (self.call is not None and self.call.touches)
+
 
 class Cluster:
     """Processes, networks and the hub of one world."""
@@ -124,7 +145,6 @@ class Cluster:
         self.network = Network(self.timeline, chance(f"{seed}/network"), config, self.judge.stepped)
         self.plane = DataPlane(self.timeline, chance(f"{seed}/plane"), self.network.weather, self.judge.lands)
         self.lives: list[Life] = []
-        self.by_replica: dict[str, list[Slot]] = {}
         self.streams: list[str] = []
         self.script = Process("script")
         self._drawn = 0
@@ -145,7 +165,8 @@ class Cluster:
             (client + "connect", "secrets"): SimpleNamespace(token_hex=self._token),
             (client + "executor", "FlowSettings"): flow,
             (client + "offload", "available_bytes"): lambda: 1 << 30,
-            (client + "connect", "available_bytes"): lambda: 1 << 30,
+            **{(client + module, "available_bytes"): lambda: 1 << 30 for module in ("connect", "seeding", "mirror")},
+            (client + "observer", "secrets"): SimpleNamespace(token_hex=self._token),
         }
 
     def _process(self) -> Process:
@@ -193,6 +214,8 @@ class Cluster:
 
     def boot(self, slot: Slot) -> Life:
         """Start a process in a slot; an older one, if it still lives, is superseded by its hello."""
+        if slot.boots is not None:
+            return slot.boots(slot)
         slot.lives += 1
         life = Life(slot, f"{slot.name}#{slot.lives}")
         life.memory = content.empty(slot.shard, slot.num_shards)
@@ -246,8 +269,8 @@ class Cluster:
             return
         self.judge.note(f"kill {life.name}")
         kill(life)
-        if life.worker is not None:
-            life.worker._finalizer.detach()
+        for worker in life.workers():
+            worker._finalizer.detach()
         self.network.cut(life.name)
         calls = [] if life.calls is None else list(life.calls._items)
         for call in (*calls, *([] if life.call is None else [life.call])):
@@ -286,7 +309,6 @@ class Cluster:
         self.timeline.clear()
         dispose([self.script, *self.lives])
         self.lives.clear()
-        self.by_replica.clear()
 
 
 class Killed(Exception):

@@ -13,6 +13,8 @@ from tensorhub_core.layout.types import Box
 ROWS, COLUMNS, LENGTH, COMMON = 8, 48, 160, 70
 BY_COLUMNS = 3
 """A replica of so many shards has its matrix cut by columns, all others by rows."""
+MOST_BYTES = ROWS * COLUMNS + LENGTH + BY_COLUMNS * COMMON
+"""What all shards of a replica hold together, at most."""
 Bytes = NDArray[np.uint8]
 
 

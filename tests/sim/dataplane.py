@@ -19,8 +19,8 @@ from tests.sim.shims import Waiters
 
 _SHORTEST_WAIT_S = 4e-3
 KINDS = ("fail", "stall", "flip", "lie", "slow")
-Landed = Callable[["SimTransport", int, int], None]
-"""Called with the reader's transport, the address and the length of what is about to be written."""
+Landed = Callable[["SimTransport", Process, int, int], None]
+"""Called with the reader's transport, the source's process, the address and the length of what is to be written."""
 
 
 @dataclass(eq=False)
@@ -135,16 +135,16 @@ class DataPlane:
             held = max(held, source.process.paused_until)
         if held > now:
             return self.timeline.at(held, lambda: self._move(flight))
-        self._land(flight)
+        self._land(flight, source.process)
         if flight.pieces:
             return self._later(flight)
         flight.progress = Progress(ReadState.DONE)
         self._end(flight)
 
-    def _land(self, flight: Flight) -> None:
+    def _land(self, flight: Flight, source: Process) -> None:
         for _ in range(self._chance.randint(1, max(1, len(flight.pieces) // 2))):
             local, remote, length = flight.pieces.pop(0)
-            self._landed(flight.reader, local, length)
+            self._landed(flight.reader, source, local, length)
             ctypes.memmove(local, remote, length)
             if flight.fault == "flip":
                 byte = (ctypes.c_uint8 * length).from_address(local)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from tensorhub_core.client import worker as client
 from tensorhub_core.client.staged import Staged
 from tensorhub_core.client.versions import Version
 from tensorhub_core.errors import (
@@ -24,10 +25,12 @@ from tensorhub_core.state.messages import GetBlob, Heartbeat, PutBlob
 from tensorhub_core.state.records import Copy, CopyState, Worker
 from tensorhub_core.wire.codec import decode_reply, decode_request, split
 from tests.sim import content
+from tests.sim.zone_watch import ZoneWatch
 
 if TYPE_CHECKING:
     from tests.sim.cluster import Call, Cluster, Life
     from tests.sim.dataplane import SimTransport
+    from tests.sim.fibers import Process
 
 EXPECTED = (DeadlineExceeded, ServerUnreachable, VersionUnavailable, CorruptTransfer, StateError, TransportError)
 """What a caller may hear in bad weather."""
@@ -53,6 +56,7 @@ class Judge:
         self._hash = hashlib.blake2b(digest_size=16)
         self._known: dict[bytes, int] = {}
         self.traced = False
+        self.zones = ZoneWatch()
 
     # --- the trace --------------------------------------------------------------------------------------------------
 
@@ -100,6 +104,9 @@ class Judge:
         broken = check(state)
         if broken:
             raise Violation(f"invariants: {broken}")
+        wrong = self.zones.look(self._cluster.now, state, event, effects)
+        if wrong:
+            raise Violation(f"L10: {wrong}")
         for lease in state.leases.values():
             copy = state.copies[lease.copy]
             if copy.state in (CopyState.PUBLISHED, CopyState.DRAINING):
@@ -108,18 +115,26 @@ class Judge:
     def _check_leased(self, copy: Copy, worker: Worker) -> None:
         """Check the truth: what a lease lets a reader read is in the memory of its holder (L3)."""
         life = self._life_of(worker)
-        if life is None or not life.alive or life.worker is None:
+        holder = None if life is None or not life.alive else self._holder_of(life, worker)
+        if life is None or holder is None:
             return
-        memory = self._memory_of(life, copy, worker)
-        if memory is not None and self.stream_of(memory, copy.key[1], life.slot.shard, life.slot.num_shards) is None:
+        memory = self._memory_of(life, holder, copy, worker)
+        num_shards = holder._identity.num_shards
+        if memory is not None and self.stream_of(memory, copy.key[1], worker.shard, num_shards) is None:
             raise Violation(f"L3: {life.name} holds other bytes than version {copy.key}, which somebody may read")
 
-    def _memory_of(self, life: Life, copy: Copy, worker: Worker) -> dict[str, content.Bytes] | None:
+    def _holder_of(self, life: Life, worker: Worker) -> client.Worker | None:
+        """Return the worker of a process that has a session."""
+        link: object = self._cluster.network.hub.peers[worker.session].link
+        return next((w for w in life.workers() if w._session._link is link), None)
+
+    def _memory_of(
+        self, life: Life, holder: client.Worker, copy: Copy, worker: Worker
+    ) -> dict[str, content.Bytes] | None:
         """Return the memory in which a copy lies, as far as it can be told."""
-        assert life.worker is not None
-        resources: Any = life.worker._resources
+        resources: Any = holder._resources
         if copy is worker.copy:
-            return life.memory
+            return life.memory_of(holder)
         if copy is worker.staged:
             buffers = None if resources.room.memory is None else resources.room.memory.buffers
         else:
@@ -133,8 +148,7 @@ class Judge:
 
     def _life_of(self, worker: Worker) -> Life | None:
         connection = self._cluster.network.hub.peers.get(worker.session)
-        slots = self._cluster.by_replica.get(worker.replica, [])
-        if connection is None or worker.shard >= len(slots):
+        if connection is None:
             return None
         process: Any = connection.link.process
         return process
@@ -148,14 +162,16 @@ class Judge:
 
     # --- the data plane ---------------------------------------------------------------------------------------------
 
-    def lands(self, reader: SimTransport, address: int, length_bytes: int) -> None:
-        """Check that bytes land only where a call waits for them (L9)."""
+    def lands(self, reader: SimTransport, source: Process, address: int, length_bytes: int) -> None:
+        """Check that bytes land only where a call waits for them (L9), and count those that come from elsewhere."""
         life: Any = reader.process
+        there: Any = source
+        if life.slot.zone != there.slot.zone:
+            self.zones.crossed_bytes[life.slot.zone] += length_bytes
         end = address + length_bytes
         if not any(r.address <= address and end <= r.address + r.length_bytes for r in reader.writable):
             raise Violation(f"L9: bytes land at {life.name} in memory that was given back")
-        ours = any(a.ctypes.data <= address < a.ctypes.data + a.nbytes for a in life.memory.values())
-        if ours and (life.call is None or not life.call.touches):
+        if not life.awaits(address):
             raise Violation(f"L9: a late write at {life.name}: {None if life.call is None else life.call.name}")
 
     # --- calls ------------------------------------------------------------------------------------------------------
@@ -202,10 +218,9 @@ class Judge:
 
     def check_holding(self, life: Life) -> None:
         """Check that the memory is the version that the worker says it holds, in every byte (L1, L3, L12)."""
-        version = None if life.worker is None else life.worker.version
-        if version is not None:
-            slot = life.slot
-            if self.stream_of(life.memory, int(version), slot.shard, slot.num_shards) is None:
+        for worker, version, memory in life.held():
+            who = worker._identity
+            if self.stream_of(memory, int(version), who.shard, who.num_shards) is None:
                 raise Violation(f"{life.name} holds version {version!r}, but its memory is something else")
 
 

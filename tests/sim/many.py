@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tests.sim.run import Result, simulate
-from tests.sim.scenario import draw
+from tests.sim.scenario import draw, draw_agents
 
 BLOCK = 5
 
@@ -22,6 +22,8 @@ class Show:
 
     trace: bool = False
     hashes: bool = False
+    agents: bool = False
+    """The worlds are those with seed agents."""
 
 
 @dataclass
@@ -59,7 +61,8 @@ def run_block(seeds: Sequence[int], show: Show) -> Total:
     """Run some worlds."""
     total = Total()
     for seed in seeds:
-        result = simulate(draw(seed), show.trace or show.hashes)
+        scenario = draw_agents(seed) if show.agents else draw(seed)
+        result = simulate(scenario, show.trace or show.hashes)
         total.worlds += 1
         total.calls.update(result.calls)
         total.refused.update(result.failures)
@@ -80,6 +83,6 @@ def story(result: Result, traced: bool) -> list[str]:
     lines = [
         f"seed {seed}: {type(error).__name__}: {error}",
         f"  raised at {where.filename}:{where.lineno}; {result.scenario}",
-        f"  replay: python -m tests.sim --seed {seed} --trace",
+        f"  replay: python -m tests.sim --seed {seed}{' --agents' * bool(result.scenario.agents)} --trace",
     ]
     return lines + ("".join(traceback.format_exception(error)).splitlines() if traced else [])

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from tensorhub_core.client import drain, machine, moves, resources, session, verifier
+from tensorhub_core.client import drain, machine, moves, resources, seeding, session, verifier
 from tensorhub_core.client.drain import Drain
-from tensorhub_core.state import leases, membership, reads, rounds
+from tensorhub_core.state import leases, membership, reads, resourcing, rounds, sourcing, zones
 from tensorhub_core.state import machine as server
 from tests.sim import dataplane
 
@@ -168,6 +168,37 @@ def prefix_before_verified(patch: pytest.MonkeyPatch) -> None:
     no_checksums(patch)
 
 
+def versions_are_seen_before_they_are_in_the_zone(patch: pytest.MonkeyPatch) -> None:
+    """L10: nobody waits for what a seed agent is bringing."""
+    patch.setattr(zones, "holds_back", lambda s, model, zone, newest: False)
+
+
+def zones_wait_for_dead_agents(patch: pytest.MonkeyPatch) -> None:
+    """L10: an agent that was there once is waited for."""
+    patch.setattr(zones, "has_agent", lambda s, model, lead: True)
+
+
+def zones_wait_for_idle_agents(patch: pytest.MonkeyPatch) -> None:
+    """L10: an agent that brings nothing is waited for."""
+    patch.setattr(zones, "check_leads", lambda s, model: None)
+
+
+def nobody_waits_for_a_seed(patch: pytest.MonkeyPatch) -> None:
+    """All agents of a zone read a version across."""
+    patch.setattr(sourcing, "awaited_seed", lambda s, reader, current, copies: None)
+    patch.setattr(resourcing, "awaited_seed", lambda s, reader, current, copies: None)
+
+
+def agents_try_only_once(patch: pytest.MonkeyPatch) -> None:
+    """An agent goes on with nothing after the first version that it could not get."""
+
+    def pause(self: seeding.Seeder, seconds: float) -> None:
+        while not self._stopped():
+            seeding.time.sleep(1.0)
+
+    patch.setattr(seeding.Seeder, "_pause", pause)
+
+
 SERVER_SIDE: tuple[Patch, ...] = (
     *(heartbeats_renew_nothing, drains_forget_leases, commit_shard_by_shard, prefix_before_verified),
 )
@@ -175,4 +206,9 @@ CLIENT_SIDE: tuple[Patch, ...] = (
     *(no_fence, done_is_not_asked, no_checksums, cuts_are_not_compared, nothing_is_held, overwrite_at_once),
     *(unpublish_returns_at_once, reads_are_not_stopped, forgets_its_blobs, deadlines_pass_unnoticed),
 )
-MUTANTS = {patch.__name__: patch for patch in (*SERVER_SIDE, *CLIENT_SIDE)}
+AGENTS: tuple[Patch, ...] = (
+    *(versions_are_seen_before_they_are_in_the_zone, zones_wait_for_dead_agents, zones_wait_for_idle_agents),
+    *(nobody_waits_for_a_seed, agents_try_only_once),
+)
+"""Noticed in worlds with seed agents."""
+MUTANTS = {patch.__name__: patch for patch in (*SERVER_SIDE, *CLIENT_SIDE, *AGENTS)}

@@ -26,7 +26,6 @@ class Replica:
         self.cluster, self.name = cluster, name
         self.chance = random.Random(f"{seed}/{name}")
         self.slots = [Slot(name, shard, num_shards, stream) for shard in range(num_shards)]
-        cluster.by_replica[name] = self.slots
         for slot in self.slots:
             cluster.place(slot)
         self.calm = self.resting = self.playing = False

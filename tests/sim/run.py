@@ -6,7 +6,9 @@ import gc
 import logging
 from dataclasses import dataclass
 
-from tests.sim.cluster import Cluster, Life
+from tests.sim import content
+from tests.sim.agents import Agent, AgentLife
+from tests.sim.cluster import SERVER, Cluster, Life
 from tests.sim.fibers import Spinning
 from tests.sim.judge import Violation
 from tests.sim.roles import Reader, Replica, Trainer
@@ -40,6 +42,7 @@ class World:
         self.scenario = scenario
         worth = 0 if scenario.queues else 1 << 30
         machine = {"worth_waiting_bytes": worth, "retain": scenario.retain, "policy": scenario.policy}
+        machine["agent_within_s"] = scenario.agent_within_s
         self.cluster = Cluster(scenario.seed, machine, scenario.zones, scenario.hosts)
         self.cluster.plane.one_sided = scenario.one_sided
         judge = self.cluster.judge
@@ -48,7 +51,9 @@ class World:
             judge.lines = []
             self.cluster.network.trace = judge.sent
         self.replicas: list[Replica] = []
+        self.agents: list[Agent] = []
         self.over = False
+        self.settle_s = 0.0
 
     def run(self) -> Result:
         """Run to the end."""
@@ -89,7 +94,8 @@ class World:
         if not slots:
             return
         life = slots[fault.target % len(slots)].life
-        assert life is not None
+        if life is None:
+            return  # an agent that is late
         cluster.judge.note(f"fault {fault.kind} at {life.name} for {fault.for_s:.1f} s")
         match fault.kind:
             case "kill":
@@ -128,6 +134,9 @@ class World:
     def _leave(self, life: Life) -> None:
         """Let a process close its worker and end."""
         cluster = self.cluster
+        if isinstance(life, AgentLife):
+            life.stopping = True
+            return
 
         def close() -> None:
             cluster.ask(life, "close", lambda worker: worker.close(), 15.0, True).result()
@@ -142,18 +151,25 @@ class World:
         begin = cluster.now
         trainer = Trainer(cluster, "trainer", 2, scenario.seed)
         readers = [Reader(cluster, f"r{n}", shards, scenario.seed) for n, shards in enumerate(scenario.readers)]
-        self.replicas = [trainer, *readers]
-        for replica in (trainer, *readers):
+        self.agents = [Agent(cluster, plan, scenario.seed) for plan in scenario.agents]
+        self.replicas = [trainer, *readers, *self.agents]
+        for replica in self.replicas:
             cluster.play(replica.name, replica.play)
         cluster.sleep(begin + CALM_S - cluster.now)
         cluster.judge.note("calm")
-        for replica in (trainer, *readers):
+        for replica in self.replicas:
             replica.calm = True
         self._calm_weather()
+        if not scenario.faults:
+            self._one_crosses()
+        for agent in self.agents:
+            agent.rest()
         if not cluster.await_that(lambda: trainer.resting, SETTLE_S):
             raise Violation("the trainer cannot publish, though nothing goes wrong any more")
         self._settle(trainer, readers)
-        if not scenario.faults and not scenario.hub_kill_at_rest:
+        stays = not scenario.hub_kill_at_rest and all(plan.at_rest == "holds" for plan in scenario.agents)
+        if not scenario.faults and stays:
+            self._one_crosses()
             self._all_was_well()
         self._end(trainer, readers)
         self.over = True
@@ -175,10 +191,12 @@ class World:
         if self.scenario.joins_at_rest:
             readers.append(Reader(cluster, "late", 2, self.scenario.seed))
         until_s = cluster.now + SETTLE_S
-        for reader in readers:
+        who = (*readers, *self.agents)
+        for reader in who:
             cluster.play(f"settle {reader.name}", lambda reader=reader: reader.settle(number, until_s))
-        if not cluster.await_that(lambda: all(reader.resting for reader in readers), SETTLE_S + END_S):
+        if not cluster.await_that(lambda: all(reader.resting for reader in who), SETTLE_S + END_S):
             raise Violation("some reader never comes to rest")
+        self.settle_s = cluster.now + SETTLE_S - until_s
 
     def _all_was_well(self) -> None:
         """Where nothing went wrong, nobody was taken for gone, and no call failed for want of a server or a peer."""
@@ -187,10 +205,21 @@ class World:
             silent = self.cluster.judge.silences
             raise Violation(f"nothing went wrong, but {silent} were taken for gone, and calls failed: {odd}")
 
+    def _one_crosses(self) -> None:
+        """Where nothing went wrong, one agent of a zone read each version across, while one lived, and nobody else."""
+        watch = self.cluster.judge.zones
+        for (zone, key), replicas in watch.crossed.items():
+            if len(replicas) > 1 or not replicas <= watch.agents:
+                raise Violation(f"nothing went wrong, but {sorted(replicas)} read {key} across into {zone!r}")
+        for zone in {plan.zone for plan in self.scenario.agents if plan.at_s == 0.0}:
+            versions = 1 + sum(where == zone for where, _ in watch.crossed)  # one may have begun before the agent came
+            if watch.crossed_bytes[zone] > versions * content.MOST_BYTES:
+                raise Violation(f"{watch.crossed_bytes[zone]} bytes of {versions} versions came into {zone!r}")
+
     def _end(self, trainer: Trainer, readers: list[Reader]) -> None:
         """Nothing is left over: no lease, no drain, no round; everybody can take its copy back and leave."""
         cluster = self.cluster
-        cluster.sleep(1.0)
+        cluster.sleep(SERVER["dead_after_s"] + 2.0 if self.agents else 1.0)  # agents that died have no successor
         state = cluster.network.hub.state
         rounds = [r for model in state.models.values() for g in model.groups.values() for r in g.rounds.values()]
         if state.leases or state.draining or any(r.verdict is None for r in rounds):
@@ -198,6 +227,8 @@ class World:
         ends = trainer.all("unpublish", lambda worker, life: trainer.unpublish(worker, life, 5.0), 5.0)
         if not all(end.good for end in ends):
             raise Violation(f"the trainer cannot take its last version back: {[str(end.error) for end in ends]}")
+        for agent in self.agents:
+            agent.stop()
         for replica in (trainer, *readers):
             for end in replica.all("close", lambda worker, _: worker.close(), 12.0, True):
                 if not end.good:

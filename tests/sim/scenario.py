@@ -37,6 +37,19 @@ KINDS = (*PROCESS_FAULTS, *NETWORK_FAULTS, *HUB_FAULTS, *DATA_FAULTS)
 
 
 @dataclass(frozen=True)
+class AgentPlan:
+    """A seed agent of a zone. `at_rest`: what it is when all is calm: it holds the version, is gone, or is stuck."""
+
+    name: str
+    zone: str
+    at_s: float = 0.0
+    versions: int = 1
+    same_name: bool = False
+    """It starts again under the same name."""
+    at_rest: str = "holds"
+
+
+@dataclass(frozen=True)
 class Scenario:
     """One world; everything that is not said here is drawn from `seed`."""
 
@@ -58,6 +71,9 @@ class Scenario:
     """The hub dies once more when the last version was published."""
     joins_at_rest: bool = True
     """A newcomer asks for the last version."""
+    agents: tuple[AgentPlan, ...] = ()
+    agent_within_s: float = 10.0
+    """How long a zone waits for agents that do not come on."""
 
 
 def draw_fault(chance: random.Random, kinds: tuple[str, ...] = KINDS) -> Fault:
@@ -108,3 +124,37 @@ def draw_columns(seed: int) -> Scenario:
     faults = [draw_fault(chance, kinds) for _ in range(10)]
     ordered = tuple(sorted(faults, key=lambda fault: fault.at_s))
     return Scenario(seed, (BY_COLUMNS,), ordered, one_sided=False, retain=seed % 2)
+
+
+def draw_agents(seed: int) -> Scenario:
+    """Return a world with seed agents that come late, die, stop, or bring nothing; in a fifth nothing goes wrong."""
+    chance = random.Random(f"{seed}/agents")
+    zones = chance.choice((("home", "far"), ("home", "far"), ("home", "far", "farther")))
+    plans = [
+        AgentPlan(
+            f"agent{number}",
+            zones[1] if number < 2 else chance.choice(zones),
+            at_s=chance.choice((0.0, 0.0, 6.0 * chance.random(), 20.0 * chance.random())),
+            versions=chance.choice((1, 1, 2)),
+            same_name=chance.random() < 0.3,
+            at_rest=chance.choice(("holds", "holds", "gone", "stuck")),
+        )
+        for number in range(chance.choice((1, 1, 2, 3)))
+    ]
+    readers = tuple(chance.choice((2, 2, 2, 1, BY_COLUMNS)) for _ in range(chance.choice((1, 2, 3))))
+    struck = [n for n in range(2 + sum(readers) + len(plans))]
+    kinds = (*KINDS, "kill", "kill", "pause", "leave", "hub_kill")
+    faults = [draw_fault(chance, kinds) for _ in range(chance.choice((0, 2, 4, 6, 8)))]
+    faults = [replace(f, target=chance.choice((f.target, *struck[-len(plans) :]))) for f in faults]
+    return Scenario(
+        seed,
+        readers,
+        tuple(sorted(faults, key=lambda fault: fault.at_s)),
+        one_sided=chance.random() < 0.6,
+        retain=chance.choice((0, 0, 1)),
+        zones=zones,
+        hub_kill_at_rest=chance.random() < 0.2,
+        joins_at_rest=chance.random() < 0.5,
+        agents=tuple(plans),
+        agent_within_s=chance.choice((2.0, 4.0, 10.0)),
+    )

@@ -203,6 +203,8 @@ class Thread:
     def start(self) -> None:
         maker = self._timeline.current
         assert maker is not None
+        if not maker.process.alive:
+            return  # what a dead process would still start never runs
         self.fiber = Fiber(self._timeline, maker.process, self.name, lambda: self._target(*self._args))
         self.fiber.start()
 
