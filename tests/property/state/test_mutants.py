@@ -23,6 +23,7 @@ from tensorhub_core.state import (
     staging,
     versions,
 )
+from tests.sim.hasty import HastyWorld
 from tests.sim.world import World
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -303,7 +304,8 @@ def test_the_worlds_notice(mutant: Patch, monkeypatch: pytest.MonkeyPatch) -> No
     for seed in range(400):
         shape, stages = [(2, 2, 1), (3, 1, 2), (4, 1, 1)][seed % 3], mutant in STAGING_MUTANTS
         retain = 1 + seed % 2 if mutant in RETENTION_MUTANTS else None
-        world = World(seed, *shape, checksums=seed % 2 == 0, stages=stages, retain=retain, places=False)
+        kind = HastyWorld if mutant is what_is_staged_counts_as_held else World
+        world = kind(seed, *shape, checksums=seed % 2 == 0, stages=stages, retain=retain, places=False)
         world.keeper.parts.rate = 0  # none of these is about parts: what they break comes sooner
         try:
             for _ in range(3_000):
