@@ -191,6 +191,13 @@ def nobody_waits_for_a_seed(patch: pytest.MonkeyPatch) -> None:
 
 def the_index_forgets_who_comes_back(patch: pytest.MonkeyPatch) -> None:
     """Index: a worker that was silent, and is heard again, stays filed like one that is silent."""
+    original, mark = membership.suspect, membership.mark
+
+    def suspect(s: membership.Step, worker: membership.Worker) -> None:
+        original(s, worker)
+        mark(s, worker)
+
+    patch.setattr(membership, "suspect", suspect)
     patch.setattr(membership, "mark", lambda s, worker: None)
 
 

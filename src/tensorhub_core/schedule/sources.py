@@ -166,11 +166,6 @@ def choose_replica(reader: Reader, replicas: Iterable[Sequence[Candidate]]) -> S
     return min(replicas, key=lambda shards: cost_of_replica(reader, shards), default=None)
 
 
-def has_rivals(reader: Reader, raw: Candidate | None) -> bool:
-    """Tell whether a replica of another layout may be preferred to the best copy of the reader's own."""
-    return raw is None or raw.draining or distance(reader.place, raw.place) > 0
-
-
 def prefers_replica(reader: Reader, raw: Candidate | None, shards: Sequence[Candidate] | None) -> bool:
     """Tell whether a reader takes a replica of another layout although there may be a copy of its own."""
     if raw is None or shards is None:

@@ -34,7 +34,7 @@ def reader_of(s: Step, worker: Worker) -> Reader:
     """Describe a reader to the schedule."""
     assert worker.memory is not None
     policy = s.state.config.policy
-    lag = policy.lag(worker.memory.total_bytes)
+    lag = policy.lag(worker.memory.total_bytes) if policy.lag_bytes else 0.0
     return Reader(worker.seat.place, ingress_of(s, worker), lag, policy.beside)
 
 

@@ -8,7 +8,7 @@ from tensorhub_core.ids import CopyId, LeaseId, VersionKey
 from tensorhub_core.state.bounds import MOST_CUTS
 from tensorhub_core.state.calling import is_orphaned
 from tensorhub_core.state.context import Step
-from tensorhub_core.state.index import mark_copy
+from tensorhub_core.state.index import mark_copy, note_readers
 from tensorhub_core.state.keeping import is_kept_back
 from tensorhub_core.state.links import forget_lease, note_lease
 from tensorhub_core.state.manifests import SUM_BYTES, known_sums, set_known
@@ -25,7 +25,7 @@ def grant(s: Step, group: Group, shard: int, round_number: int, copy: Copy) -> L
     note_lease(s, lease, copy)
     reader.leases.add(lease.id)
     copy.leases.add(lease.id)
-    mark_copy(s, s.holder(copy), copy)
+    note_readers(s.model(reader).index, copy.key, s.holder(copy).replica)
     return lease
 
 
@@ -67,9 +67,10 @@ def end_lease(s: Step, lease_id: LeaseId) -> Lease | None:
         note_broken(s, reader)
     if (copy := s.state.copies.get(lease.copy)) is not None:
         copy.leases.discard(lease_id)
-        mark_copy(s, s.holder(copy), copy)
+        holder = s.holder(copy)
+        note_readers(s.model(holder).index, copy.key, holder.replica)
         if copy.state is CopyState.DRAINING:
-            s.touch(s.holder(copy))
+            s.touch(holder)
     return lease
 
 
@@ -192,6 +193,8 @@ def note_finished(s: Step, worker: Worker, key: VersionKey) -> None:
 def tell_followers(s: Step, copy: Copy) -> None:
     """Tell the readers of a copy how far they may read, and by which checksums if they have no manifest."""
     whole = copy.state not in UNFINISHED
+    if not copy.leases:
+        return
     for lease_id in sorted(copy.leases) if len(copy.leases) > 1 else copy.leases:
         lease = s.state.leases[lease_id]
         reader = s.state.workers[lease.reader]

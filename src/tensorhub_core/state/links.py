@@ -8,6 +8,7 @@ from __future__ import annotations
 from tensorhub_core.ids import LeaseId, VersionKey
 from tensorhub_core.schedule.sources import Place
 from tensorhub_core.state.context import Step
+from tensorhub_core.state.index import note_readers
 from tensorhub_core.state.records import Copy, Group, Lease, ModelState, Seat, Worker
 
 
@@ -25,8 +26,13 @@ def crosses(source: Place, reader: Place) -> bool:
 
 def ingress_of(s: Step, worker: Worker) -> int:
     """Return how many others read by a worker's NIC."""
-    own = any(s.state.leases[lease].ingress for lease in worker.leases)
-    return s.state.flows.ingress.get(worker.seat.nic, 0) - own
+    others = s.state.flows.ingress.get(worker.seat.nic, 0)
+    return others - arrives(s, worker) if others else 0
+
+
+def arrives(s: Step, worker: Worker) -> bool:
+    """Tell whether a worker reads by its NIC already."""
+    return bool(worker.leases) and any(s.state.leases[lease].ingress for lease in worker.leases)
 
 
 def note_lease(s: Step, lease: Lease, copy: Copy) -> None:
@@ -35,7 +41,7 @@ def note_lease(s: Step, lease: Lease, copy: Copy) -> None:
     here, there = reader.seat.place, holder.seat.place
     if not (here.host and here.host == there.host and here.zone == there.zone):
         lease.egress = holder.seat.nic
-        if not any(s.state.leases[other].ingress for other in reader.leases):
+        if not arrives(s, reader):
             lease.ingress = reader.seat.nic
     if crosses(there, here):
         lease.crosses = (copy.key, here.zone)
@@ -64,7 +70,7 @@ def count(s: Step, lease: Lease, number: int) -> None:
     add(s.state.flows.egress, lease.egress, number)
     add(s.state.flows.ingress, lease.ingress, number)
     for name, key, replica in s.state.flows.stands.get(lease.egress, ()):
-        s.state.models[name].index.stale[key, replica] = None
+        note_readers(s.state.models[name].index, key, replica)
 
 
 def add(counts: dict[str, int], link: str, number: int) -> None:

@@ -73,8 +73,9 @@ _OF_SHARDS = (
 def step(state: ServerState, event: Event, now: float) -> tuple[ServerState, list[Effect]]:
     """Take one event at monotonic time `now` (seconds) and return the new state and what is to be done."""
     s = Step(state, now)
-    forgive_own_silence(s)
-    was_listening = state.in_grace(state.now_s)
+    if now - state.now_s > 2 * state.config.heartbeat_s:
+        forgive_own_silence(s)
+    was_listening = state.listening and state.in_grace(state.now_s)
     state.now_s = now
     if was_listening and not state.in_grace(now):
         s.touched.add_all(state.models)
@@ -85,18 +86,18 @@ def step(state: ServerState, event: Event, now: float) -> tuple[ServerState, lis
         tick(s)
     elif isinstance(event, Disconnected):
         membership.lose_session(s, event.session)
-    settle(s)
+    if s.touched_groups or s.changed or s.touched or s.kept:
+        settle(s)
     return state, s.effects
 
 
 def forgive_own_silence(s: Step) -> None:
     """Not count a pause of the server itself as the workers' silence."""
     gap_s = s.now - s.state.now_s
-    if gap_s > 2 * s.state.config.heartbeat_s:
-        for worker in s.state.workers.values():
-            worker.last_seen_s += gap_s
-        for lead in (lead for model in s.state.models.values() for lead in model.leads.values()):
-            lead.since_s += gap_s
+    for worker in s.state.workers.values():
+        worker.last_seen_s += gap_s
+    for lead in (lead for model in s.state.models.values() for lead in model.leads.values()):
+        lead.since_s += gap_s
 
 
 def receive(s: Step, session: SessionId, request: int, message: Request) -> None:

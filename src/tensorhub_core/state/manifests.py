@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tensorhub_core.ids import Digest
+from tensorhub_core.ids import Digest, LeaseId
 from tensorhub_core.state.context import Step
 from tensorhub_core.state.records import UNFINISHED, Copy, Registration, Worker
 
@@ -22,7 +22,7 @@ Content = tuple[tuple[Digest, Digest], ...]
 
 def is_raw(sources: Sequence[Copy], memory: Registration) -> bool:
     """Tell whether all sources have the layout of the memory that is filled from them."""
-    return bool(sources) and all(copy.memory.layout == memory.layout for copy in sources)
+    return bool(sources) and all([copy.memory.layout == memory.layout for copy in sources])
 
 
 def content_of(sources: Sequence[Copy], memory: Registration) -> Content:
@@ -33,8 +33,13 @@ def content_of(sources: Sequence[Copy], memory: Registration) -> Content:
 def sources_of(s: Step, worker: Worker) -> list[Copy]:
     """Return the copies that a worker reads from, in the order in which they were leased."""
     current = s.group(worker).open_round()
-    leases = [] if current is None else current.leases.get(worker.shard, [])
-    return [s.state.copies[s.state.leases[lease].copy] for lease in leases if lease in s.state.leases]
+    return [] if current is None else copies_of(s, current.leases.get(worker.shard, ()))
+
+
+def copies_of(s: Step, leases: Sequence[LeaseId]) -> list[Copy]:
+    """Return the copies that are read under those of some leases that live."""
+    alive, copies = s.state.leases, s.state.copies
+    return [copies[lease.copy] for name in leases if (lease := alive.get(name)) is not None]
 
 
 def known_sums(s: Step, copy: Copy) -> bytes:

@@ -57,7 +57,9 @@ class Slot(NamedTuple):
 
     layout: Digest
     leaving: bool
+    unfinished: bool
     zone: str
+    rail: str
     copy: CopyId
     host: str
     """Names the machine; empty if it is not known."""
@@ -66,11 +68,8 @@ class Slot(NamedTuple):
     """How many read by its NIC: a read from it over the network takes at least the time of so many copies and one."""
     depth: int
     flows: int
-
-    @property
-    def entry(self) -> tuple[int, int, CopyId]:
-        """Return what stands there."""
-        return self.depth, self.flows, self.copy
+    entry: tuple[int, int, CopyId]
+    """What stands there: the two before in the order in which they count, and the copy."""
 
 
 class Offer(NamedTuple):
@@ -82,6 +81,7 @@ class Offer(NamedTuple):
     zone: str
     replica: ReplicaName
     hosts: tuple[str, ...]
+    copies: tuple[CopyId, ...]
     level: int
     load: int
 
@@ -89,11 +89,17 @@ class Offer(NamedTuple):
 class Filed(NamedTuple):
     """What a replica has of a version that can be read."""
 
-    copies: tuple[Slot, ...]
+    copies: tuple[CopyId, ...]
     offer: Offer | None
     unfinished: bool
 
 
+OFFERS = Digest(b"")
+"""Stands for no layout, but for what replicas offer."""
+
+Entries = list[tuple[int, int, CopyId]]
+Shelf = tuple[VersionKey, Digest, bool, bool, str]
+"""What stands together: version, layout, whether it leaves, whether it is unfinished, and one NIC group, or none."""
 Stand = tuple[ModelName, VersionKey, ReplicaName]
 """What a replica has of a version."""
 
@@ -115,14 +121,13 @@ class Flows:
 class Index:
     """What can be read of one model.
 
-    `copies` by version, layout, whether they leave, and zone; `beside` those by machine; `replicas` by version and
-    kind (leaves, portable, converted, zone), `homes` those by machine; `offers` counts them by version and whether they
-    leave. `filed` says where everything stands; `stale` is what has to be looked at before the next choice.
+    `copies` by shelf and zone; `beside` those by version, layout, whether they leave, and machine; `replicas` by
+    version and kind (leaves, portable, converted, zone), `homes` those by machine; `offers` counts them by version and
+    whether they leave. `filed` and `slots` say where everything stands. Of each version, `stale` is what has to be
+    looked at before the next choice.
     """
 
-    copies: dict[tuple[VersionKey, Digest, bool], dict[str, dict[int, list[tuple[int, int, CopyId]]]]] = field(
-        default_factory=dict
-    )
+    copies: dict[Shelf, dict[str, dict[int, Entries]]] = field(default_factory=dict)
     beside: dict[tuple[VersionKey, Digest, bool, str], set[CopyId]] = field(default_factory=dict)
     replicas: dict[VersionKey, dict[tuple[bool, bool, bool, str], dict[int, list[tuple[int, ReplicaName]]]]] = field(
         default_factory=dict
@@ -131,7 +136,13 @@ class Index:
     offers: dict[tuple[VersionKey, bool], int] = field(default_factory=dict)
     filling: dict[VersionKey, set[ReplicaName]] = field(default_factory=dict)
     filed: dict[tuple[VersionKey, ReplicaName], Filed] = field(default_factory=dict)
-    stale: dict[tuple[VersionKey, ReplicaName], None] = field(default_factory=dict)
+    slots: dict[CopyId, Slot] = field(default_factory=dict)
+    stale: dict[VersionKey, dict[ReplicaName, None]] = field(default_factory=dict)
+    moves: dict[VersionKey, dict[ReplicaName, int]] = field(default_factory=dict)
+    """Replicas that more or fewer read than before, in the order of the last notes of it, with their numbers."""
+    moved: dict[VersionKey, dict[Digest, int]] = field(default_factory=dict)
+    """The note up to which the copies of a layout, or the offers, stand at the level where they belong."""
+    notes: int = 0
     broken: set[CopyId] = field(default_factory=set)
     """Copies that are followed and have no source themselves at the moment; also some that have one again."""
     late: set[CopyId] = field(default_factory=set)

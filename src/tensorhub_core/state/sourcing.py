@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tensorhub_core.ids import Digest, VersionKey
+from tensorhub_core.ids import CopyId, Digest, VersionKey
 from tensorhub_core.schedule.speed import Speed
 from tensorhub_core.state.choosing import choose_among, offered_groups
 from tensorhub_core.state.context import Step
 from tensorhub_core.state.index import mark_copy
 from tensorhub_core.state.leases import add_awaited, grant, new_copy_id
 from tensorhub_core.state.links import crosses
-from tensorhub_core.state.manifests import content_of, may_be_followed, may_be_partial, sources_of
+from tensorhub_core.state.manifests import content_of, copies_of, may_be_followed, may_be_partial, sources_of
 from tensorhub_core.state.reaching import holds, out_of_reach, reads_in_vain
 from tensorhub_core.state.records import UNFINISHED, Copy, CopyState, Group, ModelState, Registration, Round, Worker
 from tensorhub_core.state.seeds import awaited_seed
@@ -30,8 +30,10 @@ def choose_copies(s: Step, reader: Worker, current: Round, promised: bool) -> li
     if current.key is None or reader.memory is None:
         return []
     avoid = current.avoid.get(reader.shard, {})
-    dead = {copy for copy, kind in avoid.items() if kind != "slow"}
-    tries = [(set(avoid), False), (dead, False), (dead, True)]
+    tries: list[tuple[set[CopyId], bool]] = [(set(), False), (set(), True)]
+    if avoid:
+        dead = {copy for copy, kind in avoid.items() if kind != "slow"}
+        tries = [(set(avoid), False), (dead, False), (dead, True)]
     if far := out_of_reach(s, reader, current.key):
         tries = [*(({*left_out, *far}, patient) for left_out, patient in tries), *tries]
     for left_out, patient in tries:
@@ -65,7 +67,7 @@ def lease_shard(s: Step, group: Group, shard: int, current: Round, promised: boo
 
 def note_sources(s: Step, reader: Worker, copy: Copy, sources: Sequence[Copy]) -> None:
     """Note how the bytes of an unfinished copy come to it, when it has got its sources."""
-    copy.depth, copy.route = depth_below(sources), ("", "")
+    copy.depth, copy.route = depth_below(sources) if sources else 0, ("", "")
     if sources:
         here, there, above = reader.seat.place, s.holder(sources[0]).seat.place, sources[0]
         followed = above.state in UNFINISHED and not crosses(there, here)
@@ -74,11 +76,12 @@ def note_sources(s: Step, reader: Worker, copy: Copy, sources: Sequence[Copy]) -
 
 def raw_sums(s: Step, current: Round, worker: Worker) -> Digest:
     """Return the sums of a shard's sources if they have the shard's own layout, else nothing."""
-    leases = current.leases.get(worker.shard, [])
-    copies = [s.state.copies[s.state.leases[i].copy] for i in leases if i in s.state.leases]
-    sums = {copy.sums for copy in copies}
-    own = worker.memory is not None and all(copy.memory.layout == worker.memory.layout for copy in copies)
-    return sums.pop() if own and len(sums) == 1 else Digest(b"")
+    copies = copies_of(s, current.leases.get(worker.shard, ()))
+    if not copies or worker.memory is None:
+        return Digest(b"")
+    sums, layout = copies[0].sums, worker.memory.layout
+    same = all([copy.sums == sums and copy.memory.layout == layout for copy in copies])
+    return sums if same else Digest(b"")
 
 
 def new_copy(s: Step, worker: Worker, current: Round, memory: Registration) -> Copy:
@@ -90,7 +93,7 @@ def new_copy(s: Step, worker: Worker, current: Round, memory: Registration) -> C
     sums, state = raw_sums(s, current, worker), CopyState.AWAITED
     copy = Copy(new_copy_id(s), worker.id, current.key, memory, state, sums, 0, offered, started_s=s.now)
     note_sources(s, worker, copy, sources)
-    copy.converted = any(source.converted for source in sources)
+    copy.converted = any([source.converted for source in sources])
     copy.content = content_of(sources, memory)
     copy.partial = offered and not sums and may_be_partial(worker, memory, copy.content)
     return copy
@@ -108,14 +111,14 @@ def await_copy(s: Step, worker: Worker, current: Round) -> None:
     if reads_in_vain(s, worker):
         return
     copy = new_copy(s, worker, current, memory)
-    is_seed = any(s.state.leases[lease].crosses for lease in worker.leases)
-    if may_be_followed(copy) and (is_seed or memory.total_bytes >= s.state.config.worth_waiting_bytes):
+    large = memory.total_bytes >= s.state.config.worth_waiting_bytes
+    if may_be_followed(copy) and (large or any(s.state.leases[lease].crosses for lease in worker.leases)):
         add_awaited(s, worker, copy)
 
 
 def depth_below(copies: Sequence[Copy]) -> int:
     """Return the depth of a copy that reads from these."""
-    return max((c.depth + 1 for c in copies if c.state in UNFINISHED), default=0)
+    return max([c.depth + 1 if c.state in UNFINISHED else 0 for c in copies], default=0)
 
 
 def describe_holders(s: Step, model: ModelState, key: VersionKey) -> str:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tensorhub_core.ids import ModelName, ReplicaName, VersionKey
-from tensorhub_core.schedule.sources import Candidate
+from tensorhub_core.ids import CopyId, ModelName, ReplicaName, VersionKey
 from tensorhub_core.state import (
     calling,
     candidates,
@@ -23,6 +22,7 @@ from tensorhub_core.state import (
     staging,
     versions,
 )
+from tensorhub_core.state.shelves import Slot
 from tests.sim.hasty import HastyWorld
 from tests.sim.world import World
 
@@ -55,20 +55,21 @@ def done_is_not_checked(patch: pytest.MonkeyPatch) -> None:
 def others_may_be_unfinished(patch: pytest.MonkeyPatch) -> None:
     """L14: beside the best source any other one is read, also one that is still filling."""
 
-    def idle(look: choosing.Look, best: Candidate) -> list[Candidate]:
-        everything = [c for c in look.s.state.copies.values() if (c.key, c.memory.layout) == (look.key, best.layout)]
-        return list(choosing.candidates(look, [copy.id for copy in everything], False))
+    def more(look: choosing.Look, best: Slot) -> list[CopyId]:
+        everything = [c.id for c in look.s.state.copies.values() if (c.key, c.memory.layout) == (look.key, best.layout)]
+        return [name for name in everything if name != best.copy and look.may_read(name)]
 
-    def more(reader: object, best: Candidate, candidates: list[Candidate], most: int) -> list[Candidate]:
-        return [other for other in candidates if other.copy != best.copy]
-
-    patch.setattr(choosing, "idle_copies", idle)
-    patch.setattr(choosing, "choose_more", more)
+    patch.setattr(choosing, "more_copies", more)
 
 
 def suspected_keep_leases(patch: pytest.MonkeyPatch) -> None:
     """L4: a silent reader keeps its leases."""
-    patch.setattr(membership, "suspect", lambda s, worker: setattr(worker, "suspected", True))
+
+    def suspect(s: membership.Step, worker: membership.Worker) -> None:
+        worker.suspected = True
+        membership.mark(s, worker)
+
+    patch.setattr(membership, "suspect", suspect)
 
 
 def half_versions_are_whole(patch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -51,14 +51,18 @@ def test_a_choice_looks_at_few_copies_however_many_there_are(
     monkeypatch: pytest.MonkeyPatch, layout: bytes, whole: bool
 ) -> None:
     looked = []
-    count, original = 0, choosing.candidate_of
+    count = 0
 
-    def counting(*args: object) -> object:
-        nonlocal count
-        count += 1
-        return original(*args)  # type: ignore[arg-type]
+    def counting(original: Callable[..., object]) -> Callable[..., object]:
+        def counted(*args: object, **more: object) -> object:
+            nonlocal count
+            count += 1
+            return original(*args, **more)
 
-    monkeypatch.setattr(choosing, "candidate_of", counting)
+        return counted
+
+    for name in ("candidate_of", "may_be_read"):
+        monkeypatch.setattr(choosing, name, counting(getattr(choosing, name)))
     for size in (40, 160):
         hub = fleet(size, whole=whole)
         late = hub.hello("late")
@@ -91,7 +95,7 @@ def differences(state: ServerState) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("lag_bytes", [1, 100, 400])
+@pytest.mark.parametrize("lag_bytes", [0, 1, 100, 400])
 def test_the_index_finds_what_a_scan_finds_while_readers_come_and_go(lag_bytes: int) -> None:
     hub, where, chance = Hub(policy=replace(AUTO, lag_bytes=lag_bytes)), places(), random.Random(lag_bytes)
     for name in ("trainer", "other"):
@@ -113,6 +117,32 @@ def test_the_index_finds_what_a_scan_finds_while_readers_come_and_go(lag_bytes: 
             readers.pop(chance.randrange(len(readers))).call(Leave(), Ok)
         assert check(hub.state) == []
         assert differences(hub.state) == []
+
+
+def test_the_nearest_nic_group_is_found_among_any_number_of_equals() -> None:
+    hub = Hub(policy=AUTO)
+    for number in range(40):
+        peer = hub.hello(f"r{number}", host=f"h{number}", rail="rail-1" if number == 30 else "rail-0")
+        peer.register(b"a")
+        peer.publish(1, SUMS, Published, held_epoch=1 if number else None)
+    _, promise = reader(hub, "late", host="late", rail="rail-1")
+    assert promise.sources[0].replica == "r30"
+    assert differences(hub.state) == []
+
+
+def test_readers_beside_a_copy_count_before_a_hop_that_costs_nothing() -> None:
+    """On links with equally many readers, a copy with fewer readers of its own machine is better, whole or not."""
+    hub = Hub(policy=AUTO)
+    trainer = hub.hello("trainer", host="home")
+    trainer.register(b"a")
+    trainer.publish(1, SUMS, Published)
+    for number in range(3):
+        reader(hub, f"beside{number}", host="home")
+    first, _ = reader(hub, "r0", host="one")
+    first.call(Filling(0), Ok)
+    first.call(Announce(0, 1, 100), Ok)
+    reader(hub, "r1", host="two")
+    assert differences(hub.state) == []
 
 
 def test_the_index_finds_what_a_scan_finds_in_random_worlds() -> None:
