@@ -106,12 +106,8 @@ class Progress:
         return Word(max(known, landed), landed, rate)
 
     def _flight_bytes(self, read: Read, rate: float) -> float:
-        """Return how much has come but is not verified; no more than may be read is asked for."""
-        if not rate:
-            return 0.0
-        may = read.allowed()
-        most = math.inf if may >= read.total else max(0.0, may - read.done)
-        return min(most, self.assumptions.flight_bytes(rate))
+        """Return how much has come but is not verified; nothing of it where the reader waits for each piece."""
+        return 0.0 if not rate or read.rides else self.assumptions.flight_bytes(rate)
 
     # --- announced --------------------------------------------------------------------------------------------------
 

@@ -152,9 +152,10 @@ class Read:
         """Return the bytes per second that come at the moment."""
         return sum(part.flow.rate for part in self.parts.values() if part.flow is not None)
 
-    def allowed(self) -> float:
-        """Return how many bytes may be read by now, at `since_s`."""
-        return max((part.limit for part in self.parts.values() if not part.gone), default=0.0)
+    @property
+    def rides(self) -> bool:
+        """Tell whether nothing is left to read but what a source brings."""
+        return any(part.flow is not None and part.flow.most < math.inf for part in self.parts.values())
 
     # --- who gives --------------------------------------------------------------------------------------------------
 

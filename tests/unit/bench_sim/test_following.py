@@ -90,7 +90,7 @@ def test_each_hop_of_a_chain_adds_what_is_in_flight_and_the_wait_for_the_look_an
     flight, begun_s, seen = A.flight_bytes(RATE), 0.0, float("inf")
     expected = [TOTAL / RATE]
     for _ in range(hops):
-        in_flight = min(flight, seen)
+        in_flight = flight if seen else 0.0
         heard_s = looked(begun_s + (SEGMENT + in_flight) / RATE, 0.0)
         verified = (heard_s - LATENCY_S - begun_s) * RATE - in_flight
         seen = verified // SEGMENT * SEGMENT
