@@ -212,7 +212,7 @@ class World:
             if len(replicas) > 1 or not replicas <= watch.agents:
                 raise Violation(f"nothing went wrong, but {sorted(replicas)} read {key} across into {zone!r}")
         for zone in {plan.zone for plan in self.scenario.agents if plan.at_s == 0.0}:
-            versions = 1 + sum(where == zone for where, _ in watch.crossed)  # one may have begun before the agent came
+            versions = 2 + sum(where == zone for where, _ in watch.crossed)  # some began before the agent came
             if watch.crossed_bytes[zone] > versions * content.MOST_BYTES:
                 raise Violation(f"{watch.crossed_bytes[zone]} bytes of {versions} versions came into {zone!r}")
 

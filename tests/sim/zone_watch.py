@@ -42,8 +42,8 @@ class ZoneWatch:
         self._high: VersionKey | None = None
         self._late: set[str] = set()
         self._answered: set[tuple[ReplicaName, int, int]] = set()
-        self._since: dict[str, float] = {}
-        """Since when an agent has lived, and come on."""
+        self._since: dict[str, VersionKey | None] = {}
+        """The newest version when agents began to live and come on: others may have been told of it before."""
         self._idle: dict[str, float] = {}
         """Since when a zone should not wait any more."""
 
@@ -89,10 +89,11 @@ class ZoneWatch:
         if idle and now > idle_since + TICK_S and isinstance(event, Tick):
             broken.append(f"zone {zone!r} waits for agents that have not come on since {self._excused[zone]:.2f}")
         broken += self._look_at_answers(state, model, zone, effects, lives)
-        since = self._since.setdefault(zone, now) if lives and not lead.late else self._since.pop(zone, now)
+        comes_on = lives and not lead.late
+        first = self._since.setdefault(zone, model.high) if comes_on else self._since.pop(zone, None)
         if lives and not lead.late:
             broken += self._look_at_promises(state, model, zone, before if before == seen else seen)
-            self._note_crossing(state, zone, since)
+            self._note_crossing(state, zone, first)
         return broken
 
     def _note_progress(self, now: float, state: ServerState, zone: str, event: Event) -> None:
@@ -173,9 +174,9 @@ class ZoneWatch:
                 broken.append(f"{group.replica} is told of {told} and not of {key}, though no agent lives")
         return broken
 
-    def _note_crossing(self, state: ServerState, zone: str, since: float) -> None:
+    def _note_crossing(self, state: ServerState, zone: str, first: VersionKey | None) -> None:
         for lease in state.leases.values():
-            if lease.crosses is not None and lease.crosses[1] == zone and lease.since_s > since:
+            if lease.crosses is not None and lease.crosses[1] == zone and (first is None or lease.crosses[0] > first):
                 self.crossed[zone, lease.crosses[0]].add(state.workers[lease.reader].replica)
 
 
