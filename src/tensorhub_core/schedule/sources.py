@@ -9,7 +9,8 @@ The cost of a source, the weightiest part first:
    the source's machine by and arrive at the reader's by; they carry bytes both ways at once, so that N readers behind
    each other end in about the time of one (FACTS.md section 5). A chain grows until its lag costs more than another
    reader at an earlier holder. A source on the reader's own machine uses no such link.
-4. Fewer readers on its link, fewer unfinished copies before it, the same machine, the same NIC group; then the id.
+4. Fewer unfinished copies before it, fewer readers on its link, the same machine, the same NIC group; then the id.
+   In this order: the last copies of chains are those that nobody reads, so that all would follow the last one.
 
 A reader prefers a copy of its own layout (raw, no resharding) over a replica of another layout, but not one in another
 zone over one in its own. Copies of its own layout may be read several at a time. Those beside the best one have to be
@@ -70,8 +71,8 @@ class Cost(NamedTuple):
     draining: bool
     zones: int
     time: float
-    flows: int
     depth: int
+    flows: int
     hosts: int
     rails: int
     copy: CopyId
@@ -105,8 +106,8 @@ def cost_of(reader: Reader, source: Candidate) -> Cost:
         source.draining,
         distance(reader.place, source.place),
         width_of(reader, source) + source.depth * reader.lag,
-        max(source.egress, source.load),
         source.depth,
+        max(source.egress, source.load),
         hosts_apart(reader.place, source.place),
         rails_apart(reader.place, source.place),
         source.copy,

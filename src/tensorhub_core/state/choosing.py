@@ -141,7 +141,7 @@ def best_beside(look: Look, near: Collection[CopyId]) -> Rank | None:
     for name in near:
         slot = look.model.index.slots[name]
         time = here.beside * (len(look.s.state.copies[name].leases) + 1) + slot.depth * here.lag
-        rank = (time, slot.flows, slot.depth, 0, rails_to(here.place, slot), name)
+        rank = (time, slot.depth, slot.flows, 0, rails_to(here.place, slot), name)
         if (found is None or rank < found) and look.may_read(name):
             found = rank
     return found
@@ -160,9 +160,8 @@ def best_on(look: Look, shelf: Shelf, zone: str, near: Collection[CopyId], found
         if found is not None and width > found[0]:
             break
         for apart in (0, 1) if level in mine else (1,):
-            for one, two, name in levels[level] if apart else mine[level]:
-                depth, flows = (one, two) if lag else (two, one)
-                rank = (width + depth * lag, flows, depth, 1, apart, name)
+            for depth, flows, name in levels[level] if apart else mine[level]:
+                rank = (width + depth * lag, depth, flows, 1, apart, name)
                 if found is not None and rank >= found:
                     break
                 if name in near:

@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from tensorhub_core.ids import CopyId, Digest, ReplicaName, VersionKey
+from tensorhub_core.ids import Digest, ReplicaName, VersionKey
 from tensorhub_core.state.context import Step
 from tensorhub_core.state.manifests import may_be_followed
 from tensorhub_core.state.records import OFFERED, UNFINISHED, Copy, CopyState, Group, ModelState, Worker
@@ -120,14 +120,9 @@ def slot_of(s: Step, holder: Worker, copy: Copy, leaving: bool) -> Slot:
     unfinished = copy.state in UNFINISHED
     level, depth = s.state.flows.egress.get(nic, 0), copy.depth + 1 if unfinished else 0
     flows = max(level, len(copy.leases))
-    entry = entry_of(s, depth, flows, copy)
+    entry = (depth, flows, copy.id)
     zone, rail, layout = place.zone, place.rail, copy.memory.layout
     return Slot(layout, leaving, unfinished, zone, rail, copy.id, machine, nic, level, depth, flows, entry)
-
-
-def entry_of(s: Step, depth: int, flows: int, copy: Copy) -> tuple[int, int, CopyId]:
-    """Return what sorts the copies of a level as their costs do: a hop counts before readers where it takes time."""
-    return (depth, flows, copy.id) if s.state.config.policy.lag_bytes else (flows, depth, copy.id)
 
 
 def file_again(s: Step, model: ModelState, key: VersionKey | None = None) -> None:
@@ -161,7 +156,7 @@ def move_copies(s: Step, index: Index, key: VersionKey, layout: Digest) -> None:
             flows = max(level, len(copy.leases))
             if (level, flows) == (was.level, was.flows):
                 continue
-            now = Slot(*was[:8], level, was.depth, flows, entry_of(s, was.depth, flows, copy))
+            now = Slot(*was[:8], level, was.depth, flows, (was.depth, flows, name))
             index.slots[name] = now
             for shelf in shelves_of(key, was):
                 levels = index.copies[shelf][was.zone]

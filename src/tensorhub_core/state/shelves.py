@@ -69,7 +69,7 @@ class Slot(NamedTuple):
     depth: int
     flows: int
     entry: tuple[int, int, CopyId]
-    """What stands there: the two before in the order in which they count, and the copy."""
+    """What stands there: the two before, in the order in which they count, and the copy."""
 
 
 class Offer(NamedTuple):
