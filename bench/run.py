@@ -23,6 +23,7 @@ HERE = Path(__file__).resolve().parent
 BENCHES = (
     "peers",
     "fanout",
+    "hops",
     "failover",
     "replicate_rate",
     "publish_latency",

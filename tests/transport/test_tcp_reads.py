@@ -202,3 +202,24 @@ def test_waiting_alone_moves_every_byte_of_what_was_asked_for(sides: Callable[..
         side.transport.wait(reads[-1:], 0.001)
     assert {side.transport.poll(read).state for read in reads} == {ReadState.DONE}
     side.transport.wait(reads[:1], 0.0)  # one that has ended
+
+
+def test_where_bytes_come_slowly_who_waits_is_woken_when_the_next_read_is_there(sides: Callable[..., Side]) -> None:
+    serving, side = sides(5 * MIB, seed=3), sides(5 * MIB)
+    peer = side.transport.attach(serving.transport.describe())
+    small = side.transport.post(peer, batch((side.at, serving.at, 300_000)))
+    side.transport.post(peer, batch((side.at + MIB, serving.at + MIB, 4 * MIB)))
+    connection = side.transport._reads[small].read.connection
+    assert connection is not None
+
+    def wakes_at() -> int:
+        assert connection.expect_bytes()
+        return connection._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+
+    assert wakes_at() == MIB
+    for _ in range(10):
+        connection.waited(0.008)
+    assert wakes_at() == 300_000
+    for _ in range(10):
+        connection.waited(0.0001)
+    assert wakes_at() == MIB

@@ -19,6 +19,10 @@ _QUEUE = 3
 """A batch that takes so many times as long as the quickest one, and longer than is easily waited for, has queued."""
 _SWIFT_S = 0.004
 """A batch that takes no longer hardly pays for its own posting: the next ones may be larger."""
+_BATCH_S = 0.004
+"""What a source gives in this time is enough for one batch: what is in it is passed on when all of it has come."""
+_FORGET = 0.75
+"""What is left, with each batch, of the weight of those before it in the rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,8 @@ class Flow:
         self._progress_s = 0.0
         self._idle_s: float | None = None
         """When the last batch ended, while nothing is in flight; None before the first."""
+        self._lately_bytes = self._lately_s = 0.0
+        """What came lately, and in what time of waiting for it."""
         self._since_s = 0.0
         self._since_bytes = 0
 
@@ -60,7 +66,8 @@ class Flow:
         if self._count >= self._settings.window:
             return 0
         parts = max(2, min(4, self._settings.window))
-        size = min(self._chunk_bytes, max(_LEAST_BYTES, self._budget_bytes // parts))
+        swift = min(self._budget_bytes // parts, self._swiftly_bytes())
+        size = min(self._chunk_bytes, max(_LEAST_BYTES, swift, self._budget_bytes // self._settings.window))
         return size if self._count == 0 or self._bytes + size <= self._budget_bytes else 0
 
     def posted(self, length_bytes: int, now: float) -> None:
@@ -74,6 +81,9 @@ class Flow:
 
     def ended(self, length_bytes: int, posted_s: float, now: float) -> None:
         """Count a batch that is done, and learn from how long it took."""
+        waited_s = now - max(posted_s, self._progress_s)
+        self._lately_bytes = _FORGET * self._lately_bytes + length_bytes
+        self._lately_s = _FORGET * self._lately_s + waited_s
         self._count -= 1
         self._bytes -= length_bytes
         self._progress_s = now
@@ -94,6 +104,12 @@ class Flow:
         elif took_s > 1.5 * easy_s:
             self._budget_bytes = max(_LEAST_BYTES, self._budget_bytes // 2)
             self._changed_s = now
+
+    def _swiftly_bytes(self) -> int:
+        """Return what comes in the time of a batch, at the rate at which it came lately."""
+        if self._lately_s <= 0.0:
+            return self._most_chunk_bytes
+        return int(min(_BATCH_S * self._lately_bytes / self._lately_s, self._most_chunk_bytes))
 
     def limited(self, now: float) -> None:
         """Note that there is nothing more to ask for: that so little came quickly says nothing about more.

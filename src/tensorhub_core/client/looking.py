@@ -21,29 +21,66 @@ from tensorhub_core.client.readjob import ReadJob
 from tensorhub_core.errors import TransportError
 from tensorhub_core.transport.base import Batch, Progress, ReadId, ReadState, Transport
 
-LEAST_PAUSE_S = 1e-3
+LEAST_PAUSE_S = 0.25e-3
 MOST_PAUSE_S = 8e-3
+EARLY_SHARE = 0.7
+"""There is no sense in a look before this share of the time has passed after which news came lately."""
+PAUSE_SHARE = 1 / 8
+"""After that, a pause is this share of it: so much later than they could news come."""
 _POLL_PAUSE_S = 50e-6
 
 
 @dataclass(slots=True)
 class Look:
-    """When to look at one source; pure, time is an argument."""
+    """When to look at one source; pure, time is an argument.
+
+    A source that shows more at even times is looked at when more is due, and a few times until it is there. One that
+    does not is looked at soon after news, then less and less often.
+    """
 
     pause_s: float = LEAST_PAUSE_S
     due_s: float = -math.inf
     asked_s: float | None = None
     """Since when an answer is waited for."""
+    behind: bool = False
+    """The last look was asked for behind something else: its answer may have been old when it came."""
+    posted: bool = False
+    """More was asked for since the last look."""
+    usual_s: float = 0.0
+    """After how long news came lately; 0 = not known yet."""
+    news_s: float | None = None
+    """When there were news last."""
 
-    def asked(self, now: float) -> None:
-        """Note that it is looked now."""
-        self.asked_s = now
+    def asked(self, now: float, behind: bool = False) -> None:
+        """Note that it is looked now, maybe `behind` something that was asked for before."""
+        self.asked_s, self.behind, self.posted = now, behind, False
+
+    def is_due(self, free: bool, now: float) -> bool:
+        """Tell whether to look; `free`: nothing that was asked for is on its way any more.
+
+        Once with every batch: where answers come in order, its answer is there when that has landed and no sooner.
+        """
+        return self.posted or now >= self.due_s or (free and self.behind)
 
     def answered(self, news: bool, now: float) -> None:
-        """Note what came of it: soon again after news, else later and later."""
+        """Note what came of it."""
         self.asked_s = None
-        self.pause_s = LEAST_PAUSE_S if news else min(2 * self.pause_s, MOST_PAUSE_S)
+        if news:
+            self._learn(now)
+            self.pause_s = min(max(LEAST_PAUSE_S, PAUSE_SHARE * self.usual_s), MOST_PAUSE_S)
+            self.due_s = now + min(max(self.pause_s, EARLY_SHARE * self.usual_s), MOST_PAUSE_S)
+            return
+        late = self.news_s is None or now - self.news_s >= 2 * self.usual_s
+        if late and not self.behind:
+            self.pause_s = min(2 * self.pause_s, MOST_PAUSE_S)
         self.due_s = now + self.pause_s
+
+    def _learn(self, now: float) -> None:
+        """Learn from news how long they take."""
+        if self.news_s is not None:
+            took_s = now - self.news_s
+            self.usual_s = (self.usual_s + min(took_s, 4 * self.usual_s)) / 2 if self.usual_s else took_s
+        self.news_s = now
 
     def excused(self, now: float) -> None:
         """Begin to wait anew: until now it was not the source that kept us waiting."""
@@ -99,8 +136,8 @@ class Looks:
             look = self._looks[lane.source]
             if lane.source in self._reads:
                 moved = self._hear(lane, look, self._transport.poll(self._reads[lane.source]), now) or moved
-            if lane.source not in self._reads and self._starves(lane, backlog, working):
-                if now >= look.due_s:
+            if lane.source not in self._reads and self._nears_end(lane, backlog, working):
+                if look.is_due(not lane.flights, now):
                     moved = self._ask(lane, look, attach(lane), now) or moved
                 if lane.source not in self._reads:
                     self._next_s = min(self._next_s, look.due_s)
@@ -131,12 +168,27 @@ class Looks:
         source = self._job.sources[lane.source]
         return bool(source.word and source.known is None and lane.source < MOST_LANDINGS)
 
-    def _starves(self, lane: Lane, backlog: Backlog, working: Collection[int]) -> bool:
-        # Behind more than one batch the answer would be old by the time it came, where all go one after the other.
-        few = not lane.left and lane.flights <= 1
-        if not few or not backlog or self._job.allowed(lane.source) >= lane.segments:
+    def posted(self, lane: Lane, backlog: Backlog, working: Collection[int], now: float) -> bool:
+        """Note that a batch was posted, and look if it is time to; returns whether the source has come on."""
+        look = self._looks.get(lane.source)
+        if look is None:
             return False
-        return lane.next_span(backlog, working, self._job) is None
+        look.posted = True
+        if lane.source in self._reads or not self._nears_end(lane, backlog, working):
+            return False
+        assert lane.attached is not None
+        return self._ask(lane, look, lane.attached, now)
+
+    def _nears_end(self, lane: Lane, backlog: Backlog, working: Collection[int]) -> bool:
+        """Tell whether no more may be asked for than is on its way.
+
+        Where all goes one after the other, a look then comes half-way, and its answer before there is nothing to do:
+        the way there and back may take as long as a batch, and a link that rests is behind for good.
+        """
+        if lane.left or not backlog or self._job.allowed(lane.source) >= lane.segments:
+            return False
+        span = lane.next_span(backlog, working, self._job)
+        return span is None or self._job.schedule.bytes_of(*span[:2]) <= lane.pace.flying_bytes
 
     def _ask(self, lane: Lane, look: Look, peer: AttachedPeer, now: float) -> bool:
         assert self._page is not None
@@ -147,7 +199,7 @@ class Looks:
         except TransportError as error:
             raise lane.failed("lost", str(error)) from None
         self._reads[lane.source] = read
-        look.asked(now)
+        look.asked(now, behind=lane.flights > 0)
         return self._hear(lane, look, self._transport.poll(read), now)
 
     def _hear(self, lane: Lane, look: Look, progress: Progress, now: float) -> bool:

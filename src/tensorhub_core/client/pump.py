@@ -174,6 +174,9 @@ class Pump:
                 if part is not None:
                     self._post(lane, part)
                     any_posted = posted = True
+                    self._looks.posted(lane, self._backlog, self._lanes.working, self._clock.now())
+                    # Where posting moves the bytes itself, followers would see nothing until the window is full.
+                    self._collect()
             if not posted:
                 return any_posted
             posted = False

@@ -45,6 +45,10 @@ again, which takes milliseconds where another thread computes."""
 WAKE_BYTES, MOST_WAKE_BYTES = 1 << 20, 4 << 20
 """Whoever waits is woken when the rest of the next read is there, within these bounds: before, there is nothing to do
 with it, and each waking costs the source too, whose sending does it where both are on one machine."""
+LEAST_WAKE_BYTES = 16 << 10
+"""The lower bound where bytes come slowly: there a read that ended would be noticed much later."""
+SLOWLY_S, SWIFTLY_S = 0.002, 0.0005
+"""Waiting that took longer, or not even so long, lowers or raises the lower bound."""
 WAIT_S = 0.004
 MOST_READS = 1024
 _MOST_UNSENT_BYTES = 4 * MOST_REQUEST_BYTES
@@ -101,6 +105,7 @@ class TcpConnection:
         self._owed_bytes = 0
         """What the answers to all requests come to, heads included."""
         self._wake_bytes = 1
+        self._least_wake_bytes = WAKE_BYTES
         self._drained = False
         """Nothing was there when it was driven last."""
         self._calls = VectoredCalls()
@@ -172,11 +177,19 @@ class TcpConnection:
         """Receive like `drive`, but wait some milliseconds for the first bytes, after `expect_bytes`."""
         self._drive(DRIVE_BYTES, wait=True)
 
+    def waited(self, seconds: float) -> None:
+        """Learn from how long there was to be waited for what was expected."""
+        if seconds > SLOWLY_S:
+            self._least_wake_bytes = max(LEAST_WAKE_BYTES, self._least_wake_bytes // 2)
+        elif seconds < SWIFTLY_S:
+            self._least_wake_bytes = min(WAKE_BYTES, 2 * self._least_wake_bytes)
+
     def expect_bytes(self) -> bool:
         """Be readable when there is something to do with what has come; False if there is no sense in waiting."""
         if not self.opened or self._unsent or not self._reads:
             return False
-        wake_bytes = min(max(WAKE_BYTES, self._reads[0][1].vector.left_bytes), MOST_WAKE_BYTES, self._owed_bytes)
+        least_bytes = max(self._least_wake_bytes, self._reads[0][1].vector.left_bytes)
+        wake_bytes = min(least_bytes, MOST_WAKE_BYTES, self._owed_bytes)
         if wake_bytes != self._wake_bytes:
             with contextlib.suppress(OSError, AttributeError):
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)

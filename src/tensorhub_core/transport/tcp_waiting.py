@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import time
 from collections.abc import Sequence
 
 from tensorhub_core.clock import Clock
@@ -83,13 +84,16 @@ def wait_for_bytes(connections: Sequence[TcpConnection]) -> bool:
     """
     if not connections or not all([connection.expect_bytes() for connection in connections]):
         return False
+    began = time.monotonic()
     if len(connections) == 1:
         connections[0].wait()
-        return True
-    poller = select.poll()
+    else:
+        poller = select.poll()
+        for connection in connections:
+            poller.register(connection, select.POLLIN)
+        poller.poll(1000 * WAIT_S)
     for connection in connections:
-        poller.register(connection, select.POLLIN)
-    poller.poll(1000 * WAIT_S)
+        connection.waited(time.monotonic() - began)
     return True
 
 

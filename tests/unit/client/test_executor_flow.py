@@ -78,6 +78,16 @@ def test_on_a_slow_link_little_waits_in_a_queue(bytes_per_s: float) -> None:
     assert link.moved_bytes >= 0.99 * 5 * bytes_per_s - MIB
 
 
+@pytest.mark.parametrize("bytes_per_s", [12e6, 25e6, 60e6])
+def test_on_a_slow_link_batches_are_as_small_as_ever(bytes_per_s: float) -> None:
+    """What is in one batch is passed on at once, so that followers get it in spurts, and rest between them."""
+    link = Link(bytes_per_s)
+    link.run(1)
+    link.sizes.clear()
+    link.run(4)
+    assert max(link.sizes) <= 256 << 10
+
+
 def test_on_a_long_way_the_window_is_used() -> None:
     """Batches that take long because the way is long, not because they queue, do not keep others back."""
     link = Link(1e9, delay_s=0.1)

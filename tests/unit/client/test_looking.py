@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tensorhub_core.client.executor import ReadExecutor
-from tensorhub_core.client.looking import LEAST_PAUSE_S, MOST_PAUSE_S, Look
+from tensorhub_core.client.looking import LEAST_PAUSE_S, MOST_PAUSE_S, PAUSE_SHARE, Look
 from tensorhub_core.client.prefix_word import PrefixPage, tag_of
 from tensorhub_core.client.reading import Destination, ReadEnd
 from tensorhub_core.client.readjob import ReadJob
@@ -73,17 +73,54 @@ def until(true: Callable[[], bool], limit_s: float = 20.0) -> None:
 
 def test_it_looks_less_and_less_often_while_nothing_comes_and_soon_after_news() -> None:
     look, now, pauses = Look(), 10.0, []
-    for _ in range(6):
-        assert now >= look.due_s
+    for _ in range(7):
+        assert look.is_due(True, now)
         look.asked(now)
         look.answered(False, now)
+        assert not look.is_due(True, now)
         pauses.append(look.due_s - now)
         now = look.due_s
-    assert pauses == pytest.approx([2e-3, 4e-3, 8e-3, 8e-3, 8e-3, 8e-3])
+    assert pauses == pytest.approx([0.5e-3, 1e-3, 2e-3, 4e-3, 8e-3, 8e-3, 8e-3])
     assert max(pauses) == pytest.approx(MOST_PAUSE_S)
     look.asked(now)
     look.answered(True, now)
     assert look.due_s - now == pytest.approx(LEAST_PAUSE_S)
+
+
+@pytest.mark.parametrize("every_s", [0.0005, 0.004, 0.0105, 0.03])
+def test_of_news_at_even_times_it_hears_soon_and_by_few_looks(every_s: float) -> None:
+    look, now, shown, late_s, looks = Look(), 0.0, 0, [], 0
+    for number in range(1, 41):
+        while shown < number:
+            now = look.due_s if look.due_s > now else now + 5e-5
+            look.asked(now)
+            looks += 1
+            is_there = int(now / every_s)
+            if is_there > shown:
+                late_s.append(now - (shown + 1) * every_s)
+            look.answered(is_there > shown, now)
+            shown = max(shown, is_there)
+    assert sum(late_s[10:]) / len(late_s[10:]) <= max(LEAST_PAUSE_S, min(PAUSE_SHARE * every_s, MOST_PAUSE_S))
+    assert looks <= 8 * 40
+    for _ in range(20):
+        now = look.due_s
+        look.asked(now)
+        look.answered(False, now)
+    assert look.due_s - now == pytest.approx(MOST_PAUSE_S), "a source that has stopped is looked at seldom"
+
+
+def test_a_look_behind_other_reads_is_old_when_it_comes_and_followed_by_another_one() -> None:
+    look = Look()
+    look.asked(1.0, behind=True)
+    look.answered(False, 1.010)
+    assert look.pause_s == LEAST_PAUSE_S
+    assert not look.is_due(False, 1.010)
+    assert look.is_due(True, 1.010)
+    look.asked(1.010)
+    look.answered(False, 1.011)
+    assert not look.is_due(True, 1.011)
+    look.posted = True  # one look goes with every batch
+    assert look.is_due(False, 1.011)
 
 
 def test_a_look_that_has_no_answer_for_long_says_so_but_not_for_a_pause_of_our_own() -> None:
@@ -111,6 +148,21 @@ def test_a_follower_goes_on_by_what_it_sees_and_nobody_else_tells_it(worlds: lis
     assert world.destination.holds(world.truth)
     assert end_of(job).done_bytes == world.source.memory.total_bytes, "looks are not counted"
     assert not end_of(job).fenced
+
+
+def test_it_looks_before_all_that_it_may_read_is_asked_for(worlds: list[World]) -> None:
+    """Answers that come in order would otherwise come when nothing is left to do, and the link would rest meanwhile."""
+    worlds.append(world := Following(network=MemoryNetwork(4096)))
+    half = world.segments // 2
+    world.show(half)
+    job = world.follow(prefix=half)
+    until(lambda: len(world.looks) > 2)
+    first = next(n for n, batch in enumerate(world.counting.batches) if int(batch.remote[0]) == world.word)
+    before = sum(int(batch.length_bytes.sum()) for batch in world.counting.batches[:first])
+    allowed = int(world.source.memory.table.length_bytes[:half].sum())
+    assert allowed // 2 <= before < allowed
+    world.show(world.segments)
+    assert end_of(job).end is ReadEnd.VERIFIED
 
 
 def test_nothing_is_read_beyond_what_is_shown(worlds: list[World]) -> None:
