@@ -74,6 +74,8 @@ class Client:
     heard: dict[type[Reply], Reply] = field(default_factory=dict)
     withdrawing: int = 0
     """The number of its open `Unpublish`, 0 if there is none."""
+    known: set[bytes] = field(default_factory=set)
+    """Blobs that it was given."""
 
 
 def digest(data: bytes) -> bytes:
@@ -195,10 +197,10 @@ class Fleet:
             promise = client.heard.get(Promise)
             if not isinstance(promise, Promise):
                 raise RuntimeError(f"{client.replica}/{client.shard} was promised nothing")
-            for source in promise.sources:
-                self.ask(client, GetBlob(source.placement))
-            if promise.sources[0].sums:
-                self.ask(client, GetBlob(promise.sources[0].sums))
+            client.known.update(map(digest, promise.blobs))
+            for name in {name for source in promise.sources for name in (source.placement, source.sums)} - client.known:
+                self.ask(client, GetBlob(name))
+                client.known.add(name)
         self._withdraw(everybody)
         for client in everybody:
             self.ask(client, Filling(client.round - 1))
@@ -213,8 +215,10 @@ class Fleet:
         """Let readers be done, and hear that it is committed."""
         everybody = [client for group in groups for client in group]
         for client in everybody:
-            self._put_sums(client)
-            self.ask(client, Done(client.round - 1, digest(self.sums(client))))
+            sums = digest(self.sums(client))
+            if sums not in client.known:
+                self._put_sums(client)
+            self.ask(client, Done(client.round - 1, sums))
         if not all(Committed in client.heard for client in everybody):
             raise RuntimeError("a round was not committed")
 

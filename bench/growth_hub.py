@@ -28,7 +28,6 @@ from tensorhub_core.state.messages import (
     Committed,
     Done,
     Filling,
-    GetBlob,
     Heartbeat,
     JoinRound,
     Ok,
@@ -94,16 +93,15 @@ class Followers(Crowd):
     def _read(self, wave: Sequence[zmq.Socket[bytes]], version: int) -> None:
         number, sums = self._round, self._shape.sums[version]
         promises = self._all(wave, lambda _: JoinRound(number, None, "update"), Promise)
-        sources = [promise.sources[0] for promise in promises if isinstance(promise, Promise)]
-        self._all(wave, lambda n: GetBlob(sources[n].placement))
-        self._all(wave, lambda n: GetBlob(sources[n].sums))
+        for promise in promises:
+            if not isinstance(promise, Promise) or sums not in promise.blobs:
+                raise RuntimeError("a promise did not bring the checksums of its version")
         self._all(wave, lambda _: Unpublish(), Ok)
         self._all(wave, lambda _: Filling(number), Ok)
         for mark in range(1, MARKS + 1):
             prefix = SEGMENTS * mark // (MARKS + 1)
             announce = Announce(number, prefix, prefix * (SIZE // SEGMENTS))
             self._all(wave, lambda _, announce=announce: announce, Ok)  # type: ignore[misc]
-        self._all(wave, lambda _: PutBlob(digest_of(sums), sums), Ok)
         self._all(wave, lambda _: Done(number, digest_of(sums)), Committed)
 
     def idle(self, seconds: float, beats_a_second: float) -> dict[str, float]:

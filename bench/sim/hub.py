@@ -10,6 +10,7 @@ from bench.sim.assumptions import Assumptions
 from bench.sim.events import Events
 
 from tensorhub_core.ids import SessionId
+from tensorhub_core.server.turns import Turn, Turns
 from tensorhub_core.state.events import Event, Received, Send, Tick
 from tensorhub_core.state.machine import step
 from tensorhub_core.state.messages import Blob, Discard, Done, JoinRound, Ok, Promise, PutBlob, Relocate, Reply, Request
@@ -48,7 +49,9 @@ class Hub:
         self.busy_s = 0.0
         self.most_waiting_s = 0.0
         self.messages: Counter[str] = Counter()
-        self._free_s = 0.0
+        self._turns = Turns()
+        self._came_s: dict[tuple[SessionId, int], float] = {}
+        self._busy = self._ticks = False
         self.state: ServerState
         self.start()
 
@@ -56,7 +59,8 @@ class Hub:
         """Begin a life that knows nothing."""
         self.epoch += 1
         self.alive = True
-        self._free_s = self.events.now
+        self._turns, self._busy, self._ticks = Turns(), False, False
+        self._came_s.clear()
         self.state = ServerState.new(MachineConfig(self.epoch, **self._config), self.events.now)
         self._watch(self.epoch)
 
@@ -65,9 +69,29 @@ class Hub:
         self.alive = False
 
     def receive(self, session: SessionId, request: int, message: Request) -> None:
-        """Take a message when those before it are done; to be called when it arrives."""
+        """Take a message when it is its turn (server/turns.py); to be called when it arrives."""
         if self.alive:
-            self._take(Received(session, request, message), self._cost(message))
+            self._came_s[session, request] = self.events.now
+            self._turns.put(Turn(session, request, message, 0))
+            if not self._busy:
+                self._next(self.epoch)
+
+    def _next(self, epoch: int) -> None:
+        """Take the message whose turn it is, when the one before is done."""
+        if epoch != self.epoch or not self.alive:
+            return
+        self._busy = True
+        if self._ticks:
+            self._ticks = False
+            done_s = self._take(Tick(), self.assumptions.hub_tick_worker_s.value * len(self.state.workers))
+        elif (turn := self._turns.take()) is not None:
+            waited_s = self.events.now - self._came_s.pop((turn.session, turn.request))
+            self.most_waiting_s = max(self.most_waiting_s, waited_s)
+            done_s = self._take(Received(turn.session, turn.request, turn.message), self._cost(turn.message))
+        else:
+            self._busy = False
+            return
+        self.events.at(done_s, self._next, epoch)
 
     def _cost(self, message: Request) -> float:
         a = self.assumptions
@@ -81,15 +105,10 @@ class Hub:
         self.messages[type(message).__name__] += 1
         return cost
 
-    def _take(self, event: Event, cost_s: float) -> None:
-        """Decide now, and say it when the time of the queue and of the decision has passed.
-
-        The machine is stepped in the order of arrival; its clock is the time when it would be done.
-        """
+    def _take(self, event: Event, cost_s: float) -> float:
+        """Decide now, and say it when the time of the decision has passed; return when the next one may be taken."""
         now = self.events.now
-        begin_s = max(now, self._free_s)
-        self.most_waiting_s = max(self.most_waiting_s, begin_s - now)
-        done_s = begin_s + cost_s
+        done_s = now + cost_s
         self.state, effects = step(self.state, event, done_s)
         for effect in effects:
             if not isinstance(effect, Send):
@@ -102,8 +121,8 @@ class Hub:
                 done_s += _blob_bytes(message) / self.assumptions.hub_bytes_per_s.value
             if not (isinstance(message, Ok) and is_told(effect.request)):
                 self.events.at(done_s, self._say, self.epoch, effect)
-        self.busy_s += done_s - begin_s
-        self._free_s = done_s
+        self.busy_s += done_s - now
+        return done_s
 
     def _say(self, epoch: int, effect: Send) -> None:
         if epoch == self.epoch and self.alive:
@@ -113,6 +132,8 @@ class Hub:
         if epoch != self.epoch or not self.alive:
             return
         if self.state.next_deadline(self.events.now) is not None:
-            self._take(Tick(), self.assumptions.hub_tick_worker_s.value * len(self.state.workers))
+            self._ticks = True
+            if not self._busy:
+                self._next(epoch)
         step_s = min(self.state.config.heartbeat_s, self.state.config.lease_s / 4)
-        self.events.at(max(self.events.now + step_s, self._free_s), self._watch, epoch)
+        self.events.at(self.events.now + step_s, self._watch, epoch)

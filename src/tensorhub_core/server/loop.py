@@ -26,6 +26,7 @@ from tensorhub_core.server.journal import Journal
 from tensorhub_core.server.options import bind_router, is_open
 from tensorhub_core.server.outbox import Delivery, Outbox
 from tensorhub_core.server.pace import Pace
+from tensorhub_core.server.turns import Turn, Turns
 from tensorhub_core.state.events import Disconnected, Drop, Effect, Event, Log, Received, Send, Tick
 from tensorhub_core.state.events import Outdated as Stop
 from tensorhub_core.state.machine import step
@@ -107,6 +108,7 @@ class ServerLoop:
         self._outdated_by: int | None = None
         self._outbox = Outbox(self._router)
         self._pace = Pace()
+        self._turns = Turns()
         self._stopping = False
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -166,6 +168,8 @@ class ServerLoop:
         self._wake_read = -1
 
     def _timeout_ms(self, watch_at: float | None) -> int:
+        if self._turns:
+            return 0
         now = self._clock.now()
         wait = MOST_WAIT_S
         if self._tick_at is not None:
@@ -188,17 +192,28 @@ class ServerLoop:
 
     def _receive_batch(self) -> int:
         """Take the messages that are there, so many at the most; return how many there were."""
-        for taken in range(BATCH):
-            if self._stopping:
-                return taken
+        taken = 0
+        while taken < BATCH and not self._stopping:
+            self._look_ahead()
+            turn = self._turns.take()
+            if turn is None:
+                break
+            taken += 1
+            self._step(Received(turn.session, turn.request, turn.message))
+        return taken
+
+    def _look_ahead(self) -> None:
+        """Read messages for as long as only such wait that take long, so many at the most."""
+        for _ in range(BATCH):
+            if not self._turns.wants:
+                return
             try:
                 identity = self._router.recv(_NOBLOCK)
                 frames = self._rest_of_message()
             except zmq.Again:
-                return taken
+                return
             self.counters.received += 1
-            self._handle(SessionId(identity), frames)
-        return BATCH
+            self._read(SessionId(identity), frames)
 
     def _rest_of_message(self) -> list[bytes]:
         """Return the frames after the identity, of which there is at least one; those that no message has are read
@@ -212,8 +227,8 @@ class ServerLoop:
                 frames.append(frame.bytes)
         return frames
 
-    def _handle(self, session: SessionId, frames: list[bytes]) -> None:
-        """Turn one message into a step; never raises for what a peer sent."""
+    def _read(self, session: SessionId, frames: list[bytes]) -> None:
+        """Let one message wait for its turn; never raises for what a peer sent."""
         request = 0
         try:
             header = split(frames)
@@ -233,7 +248,7 @@ class ServerLoop:
                 self._answer(session, request, Failure(error.code, str(error)), self._clock.now())
         else:
             self.counters.hellos += isinstance(message, Hello) and not message.observer
-            self._step(Received(session, request, message))
+            self._turns.put(Turn(session, request, message, len(header.body)))
 
     # --- stepping and sending -----------------------------------------------------------------------------------
 
