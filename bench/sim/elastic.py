@@ -11,7 +11,11 @@ from bench.sim.star import better, broadcast_s, setup_s, star_times
 
 @dataclass(frozen=True)
 class Elastic:
-    """Mean time of an update of spot replicas that come at the same moment; what it costs the others."""
+    """Mean time of an update of spot replicas that come at the same moment; what it costs the others.
+
+    In a plain star each reads when it comes, all at once; the star lets them read one after the other if better,
+    for which somebody has to order them.
+    """
 
     size: str
     standing: int
@@ -20,6 +24,7 @@ class Elastic:
     ours_last_s: float
     star_s: float
     star_last_s: float
+    plain_star_s: float
     nccl_s: float
     bound_s: float
     sent_models: float
@@ -48,7 +53,8 @@ def joining(assumptions: Assumptions, size: Size, standing: int, joiners: int, s
     connect_s = fleet.events.now - began_s
     fleet.update_all(spots, [fleet.events.now] * joiners)
     ours = [spot.stall_s + connect_s for spot in spots]
-    star = better(*star_times(assumptions, size.shard_bytes, joiners))
+    plain, ordered = star_times(assumptions, size.shard_bytes, joiners)
+    star = better(plain, ordered)
     ranks = standing + joiners
     nccl_s = setup_s(assumptions, (ranks + 1) * size.gpus) + broadcast_s(assumptions, size.shard_bytes, ranks)
     return Elastic(
@@ -59,6 +65,7 @@ def joining(assumptions: Assumptions, size: Size, standing: int, joiners: int, s
         max(ours),
         sum(star) / joiners,
         max(star),
+        sum(plain) / joiners,
         nccl_s,
         size.shard_bytes / assumptions.link_bytes_per_s,
         sum(worker.out.carried_bytes for worker in trainer.workers) / size.total_bytes,

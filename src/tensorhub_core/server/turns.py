@@ -11,15 +11,23 @@ from collections import deque
 from typing import NamedTuple
 
 from tensorhub_core.ids import SessionId
-from tensorhub_core.state.messages import DescribeVersion, GetStatus, JoinRound, ListVersions, Relocate, Request
+from tensorhub_core.state.messages import (
+    Announce,
+    DescribeVersion,
+    GetStatus,
+    JoinRound,
+    ListVersions,
+    Relocate,
+    Request,
+)
 
 MOST_WAITING = 4096
 """Messages that are read before it is their turn; the rest waits in the socket."""
 MOST_WAITING_BYTES = 64 << 20
 QUICK_IN_A_ROW = 64
 """So many quick messages are taken before one that takes long, if there is any."""
-_LONG = (JoinRound, Relocate, GetStatus, ListVersions, DescribeVersion)
-"""What sources are chosen for, or what looks at everything."""
+_LONG = (JoinRound, Relocate, GetStatus, ListVersions, DescribeVersion, Announce)
+"""What sources are chosen for, what looks at everything, and news that few wait for: most followers look themselves."""
 
 
 class Turn(NamedTuple):

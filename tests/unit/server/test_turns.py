@@ -8,7 +8,7 @@ from hypothesis import given
 from tensorhub_core.ids import SessionId
 from tensorhub_core.server import turns
 from tensorhub_core.server.turns import QUICK_IN_A_ROW, Turn, Turns
-from tensorhub_core.state.messages import Filling, GetStatus, Heartbeat, JoinRound, Relocate, Request
+from tensorhub_core.state.messages import Announce, Filling, GetStatus, Heartbeat, JoinRound, Relocate, Request
 
 JOIN, QUICK = JoinRound(0, None, "update"), Heartbeat()
 
@@ -26,10 +26,11 @@ def drained(waiting: Turns) -> list[tuple[str, int]]:
 
 def test_what_is_quick_goes_before_what_takes_long() -> None:
     waiting = Turns()
-    for each in (turn("a", 1, JOIN), turn("b", 1, GetStatus()), turn("c", 1), turn("d", 1, Filling(0))):
+    long = turn("a", 1, JOIN), turn("b", 1, GetStatus()), turn("e", 1, Announce(0, 1, 100))
+    for each in (*long, turn("c", 1), turn("d", 1, Filling(0))):
         waiting.put(each)
-    assert len(waiting) == 4
-    assert drained(waiting) == [("c", 1), ("d", 1), ("a", 1), ("b", 1)]
+    assert len(waiting) == 5
+    assert drained(waiting) == [("c", 1), ("d", 1), ("a", 1), ("b", 1), ("e", 1)]
     assert len(waiting) == 0
 
 
