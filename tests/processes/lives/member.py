@@ -27,10 +27,10 @@ from tensorhub_core import TensorHubError, Worker, connect
 from tensorhub_core.client.link import Link
 from tensorhub_core.clock import SystemClock
 from tensorhub_core.config import ServerConfig
-from tensorhub_core.ids import SessionId
 from tensorhub_core.server.loop import ServerLoop
 from tensorhub_core.server.options import machine_config
 from tensorhub_core.server.serving import epoch_now
+from tensorhub_core.state.events import Event, Received
 from tensorhub_core.wire.codec import decode_reply, decode_request, split
 
 SHARD_BYTES = 2 << 20
@@ -192,18 +192,15 @@ def run_member(history: History, role: str, address: str, replica: str, shard: i
 
 def run_hub(history: History, address: str) -> None:
     """Serve, and crash where it is told to."""
-    handle = ServerLoop._handle
+    step = ServerLoop._step
 
-    def tapped_handle(loop: ServerLoop, session: SessionId, frames: list[bytes]) -> None:
-        try:
-            message = type(decode_request(split(frames))).__name__
-        except TensorHubError:
-            message = "malformed"
+    def tapped_step(loop: ServerLoop, event: Event) -> None:
+        message = type(event.message).__name__ if isinstance(event, Received) else ""
         history.reached("before", message)
-        handle(loop, session, frames)
+        step(loop, event)
         history.reached("after", message)
 
-    ServerLoop._handle = tapped_handle  # type: ignore[method-assign]
+    ServerLoop._step = tapped_step  # type: ignore[method-assign]
     config = machine_config(ServerConfig(lease_s=LEASE_S, heartbeat_s=LEASE_S / 10), epoch_now())
     loop = ServerLoop(config, address, clock=SystemClock())
     history.write("ready", address=loop.address)
