@@ -10,7 +10,7 @@ from bench.sim.assumptions import Assumptions
 from bench.sim.events import Events
 
 from tensorhub_core.ids import SessionId
-from tensorhub_core.server.turns import Turns
+from tensorhub_core.server.turns import Turn, Turns
 from tensorhub_core.state.events import Event, Received, Send, Tick
 from tensorhub_core.state.machine import step
 from tensorhub_core.state.messages import Blob, Discard, Done, JoinRound, Ok, Promise, PutBlob, Relocate, Reply, Request
@@ -72,7 +72,7 @@ class Hub:
         """Take a message when it is its turn (server/turns.py); to be called when it arrives."""
         if self.alive:
             self._came_s[session, request] = self.events.now
-            self._turns.put(Received(session, request, message), 0)
+            self._turns.put(Turn(session, request, message, 0))
             if not self._busy:
                 self._next(self.epoch)
 
@@ -84,10 +84,10 @@ class Hub:
         if self._ticks:
             self._ticks = False
             done_s = self._take(Tick(), self.assumptions.hub_tick_worker_s.value * len(self.state.workers))
-        elif (event := self._turns.take()) is not None:
-            waited_s = self.events.now - self._came_s.pop((event.session, event.request))
+        elif (turn := self._turns.take()) is not None:
+            waited_s = self.events.now - self._came_s.pop((turn.session, turn.request))
             self.most_waiting_s = max(self.most_waiting_s, waited_s)
-            done_s = self._take(event, self._cost(event.message))
+            done_s = self._take(Received(turn.session, turn.request, turn.message), self._cost(turn.message))
         else:
             self._busy = False
             return

@@ -26,7 +26,7 @@ from tensorhub_core.server.journal import Journal
 from tensorhub_core.server.options import bind_router, is_open
 from tensorhub_core.server.outbox import Delivery, Outbox
 from tensorhub_core.server.pace import Pace
-from tensorhub_core.server.turns import Turns
+from tensorhub_core.server.turns import Turn, Turns
 from tensorhub_core.state.events import Disconnected, Drop, Effect, Event, Log, Received, Send, Tick
 from tensorhub_core.state.events import Outdated as Stop
 from tensorhub_core.state.machine import step
@@ -194,31 +194,26 @@ class ServerLoop:
         """Take the messages that are there, so many at the most; return how many there were."""
         taken = 0
         while taken < BATCH and not self._stopping:
-            event = self._next()
-            if event is None:
+            self._look_ahead()
+            turn = self._turns.take()
+            if turn is None:
                 break
             taken += 1
-            self._step(event)
+            self._step(Received(turn.session, turn.request, turn.message))
         return taken
 
-    def _next(self) -> Received | None:
-        """Return what is to be taken next: messages are read for as long as only such wait that take long."""
-        turns = self._turns
+    def _look_ahead(self) -> None:
+        """Read messages for as long as only such wait that take long, so many at the most."""
         for _ in range(BATCH):
-            if not turns.wants:
-                break
+            if not self._turns.wants:
+                return
             try:
                 identity = self._router.recv(_NOBLOCK)
                 frames = self._rest_of_message()
             except zmq.Again:
-                break
+                return
             self.counters.received += 1
-            event = self._read(SessionId(identity), frames)
-            if event is not None and turns.passes(event):
-                return event
-            if event is not None:
-                turns.put(event, len(frames[-1]))
-        return turns.take()
+            self._read(SessionId(identity), frames)
 
     def _rest_of_message(self) -> list[bytes]:
         """Return the frames after the identity, of which there is at least one; those that no message has are read
@@ -232,8 +227,8 @@ class ServerLoop:
                 frames.append(frame.bytes)
         return frames
 
-    def _read(self, session: SessionId, frames: list[bytes]) -> Received | None:
-        """Read one message, None if it is none; never raises for what a peer sent."""
+    def _read(self, session: SessionId, frames: list[bytes]) -> None:
+        """Let one message wait for its turn; never raises for what a peer sent."""
         request = 0
         try:
             header = split(frames)
@@ -253,8 +248,7 @@ class ServerLoop:
                 self._answer(session, request, Failure(error.code, str(error)), self._clock.now())
         else:
             self.counters.hellos += isinstance(message, Hello) and not message.observer
-            return Received(session, request, message)
-        return None
+            self._turns.put(Turn(session, request, message, len(header.body)))
 
     # --- stepping and sending -----------------------------------------------------------------------------------
 

@@ -11,22 +11,31 @@ from collections import deque
 from typing import NamedTuple
 
 from tensorhub_core.ids import SessionId
-from tensorhub_core.state.events import Received
-from tensorhub_core.state.messages import Announce, DescribeVersion, GetStatus, JoinRound, ListVersions, Relocate
+from tensorhub_core.state.messages import (
+    Announce,
+    DescribeVersion,
+    GetStatus,
+    JoinRound,
+    ListVersions,
+    Relocate,
+    Request,
+)
 
 MOST_WAITING = 4096
 """Messages that are read before it is their turn; the rest waits in the socket."""
 MOST_WAITING_BYTES = 64 << 20
 QUICK_IN_A_ROW = 64
 """So many quick messages are taken before one that takes long, if there is any."""
-_LONG = frozenset((JoinRound, Relocate, GetStatus, ListVersions, DescribeVersion, Announce))
+_LONG = (JoinRound, Relocate, GetStatus, ListVersions, DescribeVersion, Announce)
 """What sources are chosen for, what looks at everything, and news that few wait for: most followers look themselves."""
 
 
 class Turn(NamedTuple):
     """A message that waits."""
 
-    event: Received
+    session: SessionId
+    request: int
+    message: Request
     size_bytes: int
 
 
@@ -50,27 +59,17 @@ class Turns:
         """Tell whether to look for more before the next one is taken: nothing quick waits, and there is room."""
         return not self._quick and len(self._long) < MOST_WAITING and self._bytes < MOST_WAITING_BYTES
 
-    def passes(self, event: Received) -> bool:
-        """Tell whether the turn of a message has come before it waits at all; to be asked only where more is wanted."""
-        if type(event.message) in _LONG or event.session in self._behind:
-            return False
-        if self._long:
-            if self._row >= QUICK_IN_A_ROW:
-                return False
-            self._row += 1
-        return True
-
-    def put(self, event: Received, size_bytes: int) -> None:
-        """Let a message of so many bytes wait for its turn."""
-        behind = self._behind.get(event.session, 0)
-        if behind or type(event.message) in _LONG:
-            self._behind[event.session] = behind + 1
-            self._long.append(Turn(event, size_bytes))
+    def put(self, turn: Turn) -> None:
+        """Let a message wait for its turn."""
+        behind = self._behind.get(turn.session, 0)
+        if behind or isinstance(turn.message, _LONG):
+            self._behind[turn.session] = behind + 1
+            self._long.append(turn)
         else:
-            self._quick.append(Turn(event, size_bytes))
-        self._bytes += size_bytes
+            self._quick.append(turn)
+        self._bytes += turn.size_bytes
 
-    def take(self) -> Received | None:
+    def take(self) -> Turn | None:
         """Return the message whose turn it is, None if none waits."""
         if self._quick and not (self._long and self._row >= QUICK_IN_A_ROW):
             turn = self._quick.popleft()
@@ -78,10 +77,10 @@ class Turns:
         elif self._long:
             turn = self._long.popleft()
             self._row = 0
-            left = self._behind.pop(turn.event.session) - 1
+            left = self._behind.pop(turn.session) - 1
             if left:
-                self._behind[turn.event.session] = left
+                self._behind[turn.session] = left
         else:
             return None
         self._bytes -= turn.size_bytes
-        return turn.event
+        return turn
