@@ -77,7 +77,7 @@ bench: setup  ## Measure, with ratios to raw transports and to peers in the same
 	@.venv/bin/python bench/mooncake_env.py
 	@.venv/bin/python bench/run.py
 
-bench-paper: setup  ## The paper's workloads: small and real in network namespaces (root), large in the simulator; figures (15 minutes)
+bench-paper: setup  ## The paper's workloads: small and real in network namespaces (root), large in the simulator; figures (7 minutes)
 	@.venv/bin/python bench/clusters/run.py
 	@.venv/bin/python bench/growth.py
 	@.venv/bin/python -m bench.sim
